@@ -1,0 +1,68 @@
+"""What one stage did in one step, in one frozen record.
+
+Path: stages.optim -> stages.record -> ray_pipe.metrics
+
+A stage returns one `StepRecord` a step. Metrics, the byte ledger, the progress line, the trace and
+the report all read it; nobody measures anything a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LANES = ("compute", "encode", "decode", "wire", "wait", "update")
+PHASES = (
+    "forward",
+    "backward",
+    "encode",
+    "decode",
+    "wait_forward",
+    "wait_backward",
+    "update",
+    "sync",
+)
+KINDS = ("activation", "gradient", "replica", "embedding", "control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stretch of time in one lane of a stage."""
+
+    lane: str
+    """One of `LANES`. A "wire" span belongs to the sender and is named after its link."""
+
+    name: str
+    """What happened: "F3", "B3", "update"; on the wire "0->1 F3"."""
+
+    start_s: float
+    """Seconds since the start of the run, on a clock that all stages share."""
+
+    end_s: float
+    micro_batch: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one stage did in one step."""
+
+    stage: int
+    step: int
+    loss: float | None
+    """Mean over the batch; None on every stage but the last."""
+
+    num_tokens: int
+    start_s: float
+    end_s: float
+    seconds: dict[str, float]
+    """By phase, see `PHASES`."""
+
+    sent: dict[str, dict[str, int]]
+    """Bytes that left this stage: link "0->1" -> kind (see `KINDS`) -> bytes."""
+
+    codec: dict[str, dict[str, float]]
+    """What the codecs saw: edge "0->1" -> hit_rate, delta_ratio, error, cold, nacks, …"""
+
+    grad_norm: float | None
+    spans: tuple[Span, ...] = ()
+    events: tuple[str, ...] = ()
+    """Things an operator would act on."""
