@@ -1,0 +1,198 @@
+"""Numbers of a run: a row for each step, written as a line of metrics.jsonl.
+
+Path: stages.record -> ray_pipe.metrics -> ray_pipe.arms
+
+The K records of a step (one for each stage) become one `StepRow`. A step lasts from the end of the
+step before to its own last end, so that step times add up to the wall time and a slow driver shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from ray_pipe.ledger import Ledger, Sent, total_by_kind
+from ray_pipe.time_share import StageTime, shares, stage_times
+from stages.record import StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One step of one arm, all stages together."""
+
+    arm: str
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    wall_s: float
+    """When the step ended, since the start of the arm's first step."""
+
+    step_s: float
+    num_tokens: int
+    sent: Sent
+    stage_s: tuple[StageTime, ...] = ()
+    """Where each stage's time went, in order of stages; empty when the records had no spans."""
+
+    codec: dict[str, dict[str, float]]
+    events: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None for a step that took no time."""
+        return self.num_tokens / self.step_s if self.step_s > 0 else None
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes sent in this step."""
+        return sum(total_by_kind(self.sent).values())
+
+    @property
+    def time_share(self) -> dict[str, float] | None:
+        """Compute, encode, wire and bubble over all stages; they add up to 1."""
+        return shares(self.stage_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The line of metrics.jsonl. Never NaN or infinite: null instead."""
+        line = {
+            "arm": self.arm,
+            "step": self.step,
+            "loss": self.loss,
+            "wall_s": self.wall_s,
+            "step_s": self.step_s,
+            "num_tokens": self.num_tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "grad_norm": self.grad_norm,
+            "bytes": total_by_kind(self.sent),
+            "links": self.sent,
+            "time_share": self.time_share,
+            "stages": [time.as_dict() for time in self.stage_s],
+            "codec": self.codec,
+            "events": list(self.events),
+        }
+        cleaned: dict[str, Any] = finite(line)
+        return cleaned
+
+
+class ArmMeter:
+    """Turns the records of an arm into rows, and keeps the rows and the arm's ledger."""
+
+    def __init__(self, name: str, *, sink: MetricsFile | None = None) -> None:
+        self.name = name
+        self.rows: list[StepRow] = []
+        self.ledger = Ledger()
+        self._sink = sink
+        self._origin_s: float | None = None
+        self._stage_end: dict[int, float] = {}
+
+    def add(self, records: Sequence[StepRecord]) -> StepRow:
+        """The row of one step, from one record of each stage; also written to the sink."""
+        records = _one_for_each_stage(records)
+        origin = min(record.start_s for record in records)
+        if self._origin_s is None:
+            self._origin_s = origin
+        previous_end = max(self._stage_end.values(), default=origin)
+        end = max(record.end_s for record in records)
+        row = StepRow(
+            arm=self.name,
+            step=records[0].step,
+            loss=next(
+                (record.loss for record in reversed(records) if record.loss is not None), None
+            ),
+            grad_norm=next(
+                (record.grad_norm for record in reversed(records) if record.grad_norm is not None),
+                None,
+            ),
+            wall_s=end - self._origin_s,
+            step_s=max(end - previous_end, 0.0),
+            # Every stage sees every micro-batch: the batch is counted once, not once a stage.
+            num_tokens=max(record.num_tokens for record in records),
+            sent=self.ledger.add(records),
+            stage_s=tuple(stage_times(records, starts=self._stage_end)),
+            codec=_codec_of(records),
+            events=tuple(event for record in records for event in record.events),
+        )
+        self._stage_end = {record.stage: record.end_s for record in records}
+        self.rows.append(row)
+        if self._sink is not None:
+            self._sink.write(row)
+        return row
+
+
+class MetricsFile:
+    """metrics.jsonl: a line for each step, on disk as soon as it is written."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file: TextIO = self.path.open("w", encoding="utf-8")
+
+    def write(self, row: StepRow) -> None:
+        """Append one line; a reader who follows the file never sees half of it."""
+        self._file.write(to_json(row.as_dict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def finite(value: Any) -> Any:
+    """The same value with null for every NaN and infinity, tuples as lists: fit for JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Standard JSON: NaN and infinity become null, anything unknown its string."""
+    return json.dumps(
+        finite(value), allow_nan=False, ensure_ascii=False, indent=indent, default=str
+    )
+
+
+def _one_for_each_stage(records: Sequence[StepRecord]) -> list[StepRecord]:
+    if not records:
+        raise ValueError("a step needs the record of at least one stage, got none")
+    ordered = sorted(records, key=lambda record: record.stage)
+    steps = sorted({record.step for record in ordered})
+    if len(steps) > 1:
+        raise ValueError(f"records of different steps {steps} cannot make one row")
+    stages = [record.stage for record in ordered]
+    if len(set(stages)) < len(stages):
+        raise ValueError(
+            f"step {steps[0]} has records of stages {stages}: one for each stage, or its bytes and "
+            f"times would be counted twice"
+        )
+    return ordered
+
+
+def _codec_of(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+    """Codec numbers by edge. Where both ends report a name, the sender's (it saw the input) wins."""
+    merged: dict[str, dict[str, float]] = {}
+    for record in records:
+        for edge, numbers in record.codec.items():
+            own = merged.setdefault(edge, {})
+            sender = edge.partition("->")[0] == str(record.stage)
+            for name, number in numbers.items():
+                if sender or name not in own:
+                    own[name] = number
+    return merged
