@@ -28,7 +28,7 @@ class ArmSummary:
 
     name: str
     final_window: int
-    """Steps in the mean that stands for "the loss now": one epoch, usually. The same for all arms."""
+    """Steps in the mean that stands for the loss now, usually an epoch; the same for all arms."""
 
     final_loss: float | None
     tokens_per_s: float | None

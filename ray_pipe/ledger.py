@@ -1,8 +1,8 @@
 """Bytes on the wire, added up once, by link and kind.
 
 Every byte in results, tables and pictures is read from here, and here only from what the sender
-reported. A link has one owner, the stage that sends on it: a second stage that reports the same link
-would count its bytes at both ends, and is refused.
+reported. A link has one owner, the stage that sends on it: a second stage that reports the same
+link would count its bytes at both ends, and is refused.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Ledger:
             seen = last_step.get(record.stage)
             if seen is not None and record.step <= seen:
                 raise LedgerError(
-                    f"stage {record.stage} reported step {record.step} after step {seen}: its bytes "
-                    f"would be counted twice; call `rewind` before steps run again"
+                    f"stage {record.stage} reported step {record.step} after step {seen}: its "
+                    f"bytes would be counted twice; call `rewind` before steps run again"
                 )
             last_step[record.stage] = record.step
             for link, kinds in record.sent.items():
@@ -70,7 +70,7 @@ class Ledger:
         return step_sent
 
     def rewind(self, step: int) -> None:
-        """Steps from `step` on run again (recovery). What they sent the first time stays counted."""
+        """Steps from `step` on run again (recovery); what they sent before stays counted."""
         self._last_step = {stage: min(last, step - 1) for stage, last in self._last_step.items()}
 
     def by_link(self) -> Sent:

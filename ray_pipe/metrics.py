@@ -186,7 +186,7 @@ def _one_for_each_stage(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _codec_of(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
-    """Codec numbers by edge. Where both ends report a name, the sender's (it saw the input) wins."""
+    """Codec numbers by edge. Where both ends report one, the sender's wins: it saw the input."""
     merged: dict[str, dict[str, float]] = {}
     for record in records:
         for edge, numbers in record.codec.items():

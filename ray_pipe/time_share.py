@@ -1,13 +1,13 @@
 """Where a stage's time went: compute, encode, wire or bubble.
 
-Each moment of a stage's window belongs to exactly one of the four, so that they add up to the window:
+Each moment of a stage's window belongs to exactly one of the four, and they add up to it:
 
 - compute: forward, backward or update was running;
-- encode: otherwise, a packet was being encoded or decoded (codec work hidden behind compute is free);
+- encode: otherwise, a packet was being encoded or decoded (hidden behind compute it is free);
 - wire: otherwise, a link into the stage was busy, so the stage was waiting for the network;
 - bubble: the rest. The pipeline's fill and drain, syncs, and waiting for the driver.
 
-A stage's window runs from the end of its last step to the end of this one, so nothing falls between.
+A stage's window runs from the end of its last step to the end of this one: no time is lost between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """trace.json: the run as Perfetto and chrome://tracing show it.
 
-A process for each stage of each arm, a thread for each lane, a track for each link, counters for loss
-and bytes. Times are those of the records, in microseconds, on the run's common clock.
+A process for each stage of each arm, a thread for each lane, a track for each link, counters for
+loss and bytes. Times are those of the records, in microseconds, on the run's common clock.
 """
 
 from __future__ import annotations
