@@ -1,0 +1,78 @@
+"""Pipeline training over slow links on Ray: AC-SGD, compressed changes of activations.
+
+Users import from here only. Names are loaded when they are first used, so that `import ray_pipe`
+and `python -m ray_pipe.run --help` load neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_pipe.config import (
+        CodecConfig,
+        DataConfig,
+        ModelConfig,
+        NetworkConfig,
+        OptimConfig,
+        PipelineConfig,
+        RunConfig,
+    )
+    from ray_pipe.errors import (
+        ClusterError,
+        ConfigError,
+        RayPipeError,
+        StageDied,
+        TrainingError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ray_pipe.config": (
+        "CodecConfig",
+        "DataConfig",
+        "ModelConfig",
+        "NetworkConfig",
+        "OptimConfig",
+        "PipelineConfig",
+        "RunConfig",
+    ),
+    "ray_pipe.errors": (
+        "ClusterError",
+        "ConfigError",
+        "RayPipeError",
+        "StageDied",
+        "TrainingError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ClusterError",
+    "CodecConfig",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "OptimConfig",
+    "PipelineConfig",
+    "RayPipeError",
+    "RunConfig",
+    "StageDied",
+    "TrainingError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ray_pipe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

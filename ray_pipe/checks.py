@@ -1,0 +1,267 @@
+"""What only shows when settings meet each other, the machine or the data.
+
+Each check raises `ConfigError` where the run cannot work, and returns sentences where it can but
+the user should know something. Free of torch, so that a bad flag is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_pipe.codec_names import has_memory, split_codec
+from ray_pipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray_pipe.config import CodecConfig, RunConfig
+
+ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+
+
+def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
+    """All checks that need neither torch nor the corpus."""
+    check_stages(config, num_blocks=num_blocks)
+    check_topology(config)
+    check_data_source(config.data.source)
+    check_folder(config.out, flag="--out")
+    if config.codec.spill_dir is not None and _remembers(config):
+        check_folder(config.codec.spill_dir, flag="--set codec.spill_dir")
+    return [*check_quality(config), *_single_pass(config)]
+
+
+def check_arms(config: RunConfig) -> None:
+    """Every codec of the comparison exists, once, and the one given alone is among them."""
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(
+            f"steps={config.steps} and epochs={config.epochs} are both given; keep one of them."
+        )
+    for name in config.compare:
+        split_codec(name, source="compare")
+        if config.compare.count(name) > 1:
+            raise ConfigError(f"compare: {name!r} is listed twice; once is enough.")
+    default = type(config.codec)().name
+    if config.compare and config.codec.name not in (*config.compare, default):
+        raise ConfigError(
+            f"codec.name is {config.codec.name!r} but compare lists {', '.join(config.compare)}, "
+            "so it would not be trained; add it to compare, or leave compare empty."
+        )
+
+
+def check_name(name: str) -> None:
+    """The name of a run is the name of its folder."""
+    if not re.fullmatch(r"[\w.+-][\w.+ -]{0,99}", name) or set(name) <= {"."}:
+        raise ConfigError(
+            f"name is {name!r}; it becomes a folder, so use up to 100 letters, digits, "
+            "spaces and . _ + - (the folder above it is --out)."
+        )
+
+
+def check_grid(codec: CodecConfig) -> None:
+    """Bit widths at which a grid has no levels left."""
+    for flag, bits in (("fw_bits", codec.fw_bits), ("bw_bits", codec.bw_bits)):
+        if bits == 1 and codec.grid != "signed":
+            raise ConfigError(
+                f"codec.{flag} is 1, but the {codec.grid} grid needs at least 2 bits to converge; "
+                f"use codec.grid=signed, or codec.{flag}=2."
+            )
+
+
+def check_stages(config: RunConfig, *, num_blocks: int | None = None) -> None:
+    """No more stages than blocks to give them."""
+    stages = config.pipeline.stages
+    blocks = config.model.size.layers if num_blocks is None else num_blocks
+    if stages <= blocks:
+        return
+    if num_blocks is not None:
+        raise ConfigError(
+            f"--stages {stages}: the model has {blocks} blocks and each stage needs at least one; "
+            f"use --stages {blocks} or fewer, or cut the model into more blocks."
+        )
+    raise ConfigError(
+        f"--stages {stages}: {config.model.name} has {blocks} blocks and each stage needs at least "
+        f"one; use --stages {blocks} or fewer, or a deeper model (--set model.layers={stages}, or "
+        f"--model)."
+    )
+
+
+def check_topology(config: RunConfig) -> None:
+    """The topology file exists and fits the number of stages."""
+    path = config.network.topology
+    if path is None:
+        return
+    from netsim.topology import Topology
+
+    try:
+        Topology.load(path, config.pipeline.stages)
+    except OSError as error:
+        raise ConfigError(f"--topology {path}: cannot be read, {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--topology {path}: {error}") from None
+
+
+def check_data_source(source: str) -> None:
+    """A file or folder that exists, can be read and looks like UTF-8 text."""
+    if source == "pydoc":
+        return
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(
+            f"--data {source}: there is no such file or folder; give a UTF-8 text file, a folder "
+            "of them, or pydoc for the text that comes with Python."
+        )
+    if path.is_dir():
+        try:
+            if not any(item.is_file() for item in path.rglob("*")):
+                raise ConfigError(f"--data {source}: the folder holds no file; add UTF-8 text.")
+        except OSError as error:
+            raise ConfigError(f"--data {source}: cannot be read, {error.strerror}.") from None
+        return
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    except OSError as error:
+        raise ConfigError(f"--data {source}: cannot be read, {error.strerror}.") from None
+    if not head:
+        raise ConfigError(f"--data {source}: the file is empty; give a UTF-8 text file.")
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:  # else only the last character is cut
+            raise ConfigError(
+                f"--data {source}: is not UTF-8 text (byte {error.start} is "
+                f"0x{head[error.start]:02x}); convert it, for example with iconv -t UTF-8."
+            ) from None
+
+
+def check_folder(path: str, *, flag: str) -> None:
+    """The folder can be written to, or be made. Makes nothing."""
+    folder = Path(path).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{flag} {path}: is a file; name a folder.")
+    there = folder
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{flag} {path}: cannot be written, {there} is not writable for this account; "
+            f"choose another folder with {flag}."
+        )
+
+
+def check_quality(config: RunConfig) -> list[str]:
+    """Settings that work and are known to hurt."""
+    codec, warnings = config.codec, []
+    bases = {arm.name.split("+")[0] for arm in config.arms}
+    if config.model.dropout > 0 and "acsgd" in bases:
+        warnings.append(
+            f"model.dropout is {config.model.dropout:g}: with acsgd each fresh mask is a change "
+            "that must be sent, and the error stays about four times as large; use model.dropout=0."
+        )
+    if bases & {"acsgd", "directq"}:
+        if codec.grid == "symmetric" and codec.fw_bits == 2:
+            warnings.append(
+                "codec.fw_bits is 2 on the symmetric grid, which leaves three levels; "
+                "codec.grid=signed uses all four."
+            )
+        if codec.grid == "reference" and codec.bw_bits < 4:
+            warnings.append(
+                f"codec.bw_bits is {codec.bw_bits} on the reference grid, which diverged at 3 bits "
+                "in our measurements; use codec.grid=signed or codec.bw_bits=4."
+            )
+    return warnings
+
+
+def check_repeat_visits(config: RunConfig, num_samples: int) -> list[str]:
+    """AC-SGD needs samples to come back. The driver calls this once it knows the corpus."""
+    per_pass = num_samples // config.pipeline.samples_per_step
+    if config.steps is None or config.steps > per_pass or not _remembers(config):
+        return []
+    return [
+        f"{config.steps} steps of {config.pipeline.samples_per_step} samples are no more than one "
+        f"pass over {num_samples} samples, so acsgd meets no sample twice and gains nothing; use "
+        f"--codec directq for single-pass data, or more than {per_pass} steps."
+    ]
+
+
+def check_corpus(config: RunConfig, num_samples: int) -> None:
+    """At least one whole batch."""
+    need = config.pipeline.samples_per_step
+    if num_samples >= need:
+        return
+    context = config.model.size.context
+    raise ConfigError(
+        f"--data {config.data.source}: makes {num_samples} samples of {context} tokens, but one "
+        f"step takes {need} ({config.pipeline.micro_batches} micro-batches of "
+        f"{config.pipeline.micro_batch_size}); give more text, or lower --micro-batches, "
+        "--micro-batch-size or model.context."
+    )
+
+
+def memory_need(config: RunConfig, num_samples: int, *, row_elements: int | None = None) -> int:
+    """Bytes that all ends of all links remember together: 2 (K-1) N S H bytes, capped."""
+    if not _remembers(config):
+        return 0
+    size = config.model.size
+    elements = size.context * size.width if row_elements is None else row_elements
+    row = elements * ROW_BITS[config.codec.rows] // 8
+    per_end = num_samples * row
+    if config.codec.memory_cap is not None:
+        per_end = min(per_end, config.codec.memory_cap)
+    return 2 * (config.pipeline.stages - 1) * per_end
+
+
+def check_memory(
+    config: RunConfig,
+    num_samples: int,
+    available_bytes: int,
+    *,
+    row_elements: int | None = None,
+) -> None:
+    """What AC-SGD remembers fits into memory, or onto the disk where it is spilled.
+
+    `row_elements` is for a user's own model: values per sample at a cut.
+    """
+    from netsim.units import show_size
+
+    need = memory_need(config, num_samples, row_elements=row_elements)
+    ends = 2 * (config.pipeline.stages - 1)
+    spill = config.codec.spill_dir
+    place = "of memory are available"
+    if spill is not None and need:
+        there = Path(spill).absolute()
+        while not there.exists():
+            there = there.parent
+        available_bytes = shutil.disk_usage(there).free
+        place = f"are free in {spill}"
+    if need <= available_bytes:
+        return
+    cap = available_bytes // 2 // ends  # leaves half for everything else
+    ways = [f"--set codec.memory_cap={cap // 10**6}MB"] if cap >= 10**6 else []
+    if config.codec.rows in ("fp32", "bf16"):
+        ways.append("--set codec.rows=int8")
+    if spill is None:
+        ways.append("--set codec.spill_dir=FOLDER")
+    raise ConfigError(
+        f"acsgd remembers {num_samples} samples at {ends} ends of links and needs "
+        f"{show_size(need)}, but only {show_size(available_bytes)} {place}; lower it with "
+        f"{', '.join(ways)}{', or' if ways else ''} --codec directq, which remembers nothing."
+    )
+
+
+def _single_pass(config: RunConfig) -> list[str]:
+    if config.epochs != 1 or not _remembers(config):
+        return []
+    text = (
+        "epochs is 1, so acsgd meets no sample twice and gains nothing; "
+        "use --codec directq for single-pass data, or --epochs 2 and more."
+    )
+    if not config.compare or config.compare == (config.codec.name,):
+        raise ConfigError(text)
+    return [text]
+
+
+def _remembers(config: RunConfig) -> bool:
+    return any(has_memory(arm.name) for arm in config.arms) and config.pipeline.stages > 1
