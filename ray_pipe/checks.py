@@ -6,19 +6,20 @@ the user should know something. Free of torch, so that a bad flag is refused at 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_pipe.codec_names import has_memory, split_codec
+from ray_pipe.codec_names import has_memory
 from ray_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ray_pipe.config import CodecConfig, RunConfig
+    from ray_pipe.config import RunConfig
 
-ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
 def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
@@ -39,7 +40,6 @@ def check_arms(config: RunConfig) -> None:
             f"steps={config.steps} and epochs={config.epochs} are both given; keep one of them."
         )
     for name in config.compare:
-        split_codec(name, source="compare")
         if config.compare.count(name) > 1:
             raise ConfigError(f"compare: {name!r} is listed twice; once is enough.")
     default = type(config.codec)().name
@@ -57,16 +57,6 @@ def check_name(name: str) -> None:
             f"name is {name!r}; it becomes a folder, so use up to 100 letters, digits, "
             "spaces and . _ + - (the folder above it is --out)."
         )
-
-
-def check_grid(codec: CodecConfig) -> None:
-    """Bit widths at which a grid has no levels left."""
-    for flag, bits in (("fw_bits", codec.fw_bits), ("bw_bits", codec.bw_bits)):
-        if bits == 1 and codec.grid != "signed":
-            raise ConfigError(
-                f"codec.{flag} is 1, but the {codec.grid} grid needs at least 2 bits to converge; "
-                f"use codec.grid=signed, or codec.{flag}=2."
-            )
 
 
 def check_stages(config: RunConfig, *, num_blocks: int | None = None) -> None:
@@ -151,26 +141,45 @@ def check_folder(path: str, *, flag: str) -> None:
         )
 
 
+def make_run_folder(out: str, name: str, *, fresh: bool) -> Path:
+    """The folder out/name, made; with `fresh`, one that did not exist before (`name-2`, ...)."""
+    try:
+        for number in itertools.count(1):
+            folder = Path(out) / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir(parents=True, exist_ok=not fresh)
+            except FileExistsError:
+                if not fresh:
+                    raise
+            else:
+                return folder
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: the folder {name} cannot be made, {error.strerror}; "
+            "choose another folder with --out."
+        ) from None
+    raise AssertionError("numbers do not end")
+
+
 def check_quality(config: RunConfig) -> list[str]:
     """Settings that work and are known to hurt."""
     codec, warnings = config.codec, []
     bases = {arm.name.split("+")[0] for arm in config.arms}
-    if config.model.dropout > 0 and "acsgd" in bases:
+    if config.model.dropout > 0 and any(has_memory(arm.name) for arm in config.arms):
         warnings.append(
             f"model.dropout is {config.model.dropout:g}: with acsgd each fresh mask is a change "
             "that must be sent, and the error stays about four times as large; use model.dropout=0."
         )
-    if bases & {"acsgd", "directq"}:
-        if codec.grid == "symmetric" and codec.fw_bits == 2:
-            warnings.append(
-                "codec.fw_bits is 2 on the symmetric grid, which leaves three levels; "
-                "codec.grid=signed uses all four."
-            )
-        if codec.grid == "reference" and codec.bw_bits < 4:
-            warnings.append(
-                f"codec.bw_bits is {codec.bw_bits} on the reference grid, which diverged at 3 bits "
-                "in our measurements; use codec.grid=signed or codec.bw_bits=4."
-            )
+    if codec.grid == "symmetric" and codec.fw_bits == 2 and bases & {"acsgd", "directq"}:
+        warnings.append(
+            "codec.fw_bits is 2 on the symmetric grid, which leaves three levels; "
+            "codec.grid=signed uses all four."
+        )
+    if codec.bw_bits < 4 and bases & {"reference", "acsgd-reference"}:
+        warnings.append(
+            f"codec.bw_bits is {codec.bw_bits} on the reference grid, which diverges at 3 bits; "
+            "use codec.bw_bits=4 or more, or directq or acsgd with their own grid."
+        )
     return warnings
 
 
@@ -206,7 +215,10 @@ def memory_need(config: RunConfig, num_samples: int, *, row_elements: int | None
         return 0
     size = config.model.size
     elements = size.context * size.width if row_elements is None else row_elements
-    row = elements * ROW_BITS[config.codec.rows] // 8
+    bits = ROW_BITS[config.codec.rows]
+    row = -(-elements * bits // 8)
+    if bits < 16:
+        row += 2 * size.width  # a bf16 scale for each sample and channel
     per_end = num_samples * row
     if config.codec.memory_cap is not None:
         per_end = min(per_end, config.codec.memory_cap)
@@ -246,7 +258,8 @@ def check_memory(
         ways.append("--set codec.spill_dir=FOLDER")
     raise ConfigError(
         f"acsgd remembers {num_samples} samples at {ends} ends of links and needs "
-        f"{show_size(need)}, but only {show_size(available_bytes)} {place}; lower it with "
+        f"{show_size(need, digits=3)}, but only {show_size(available_bytes, digits=3)} {place}; "
+        "lower it with "
         f"{', '.join(ways)}{', or' if ways else ''} --codec directq, which remembers nothing."
     )
 

@@ -1,6 +1,6 @@
 """The codecs a user can name, without loading them (they need torch).
 
-A name is a base and any number of stages after it: `acsgd+zstd`. A test holds this page and
+A name is a base and any number of suffixes: `acsgd+zstd`. A test holds this page and
 `compressors.registry` to each other.
 """
 
@@ -8,47 +8,54 @@ from __future__ import annotations
 
 from ray_pipe.errors import ConfigError, listed, nearest
 
-BASES: dict[str, str] = {
-    "acsgd": "low-bit changes against a per-sample memory (AC-SGD); gradients as directq",
-    "directq": "low-bit values without memory (DirectQ)",
-    "fp32": "nothing is compressed",
-    "fp16": "half precision",
-    "bf16": "bfloat16",
-    "topk": "the largest entries only",
+BACKWARD: dict[str, str] = {
+    "acsgd": "directq",
+    "directq": "directq",
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "topk": "topk",
+    "reference": "reference",
+    "acsgd-topk": "topk",
+    "acsgd-reference": "reference",
 }
-SUFFIXES: dict[str, str] = {
-    "zstd": "zstandard after the codec",
-    "ef": "error feedback: what was lost is added to the next tensor",
-}
+"""Codecs of activations, and the one that gradients get: the same, but never with memory."""
+
+ALIASES = {"none": "fp32", "identity": "fp32"}
+SUFFIXES = ("ef", "zstd")
 
 
-def split_codec(name: str, *, source: str = "codec.name") -> tuple[str, tuple[str, ...]]:
-    """Base and suffixes of a codec's name; an unknown one is refused with the nearest."""
+def canonical_codec(name: str, *, source: str = "codec.name") -> str:
+    """The name with aliases resolved and suffixes in order; an unknown one is refused."""
     base, *suffixes = name.split("+")
-    if base not in BASES:
+    base = ALIASES.get(base, base)
+    if base not in BACKWARD:
         raise ConfigError(
-            f"{source}: there is no codec {base!r}{nearest(base, BASES)} "
-            f"Known are {listed(BASES)}, each with +zstd or +ef after it if wanted."
+            f"{source}: there is no codec {base!r}{nearest(base, [*BACKWARD, *ALIASES])} "
+            f"Known are {listed(BACKWARD)}; +ef and +zstd may follow."
         )
     for suffix in suffixes:
         if suffix not in SUFFIXES:
             raise ConfigError(
-                f"{source}: {name!r} ends in +{suffix}, which is no stage of a codec"
-                f"{nearest(suffix, SUFFIXES)} Known are "
-                f"{listed(f'+{known}' for known in SUFFIXES)}."
+                f"{source}: {name!r} has the suffix +{suffix}, which does not exist"
+                f"{nearest(suffix, SUFFIXES)} Known are +ef and +zstd."
             )
-    repeated = {suffix for suffix in suffixes if suffixes.count(suffix) > 1}
-    if repeated:
-        raise ConfigError(f"{source}: {name!r} names +{min(repeated)} twice; once is enough.")
-    return base, tuple(suffixes)
+        if suffixes.count(suffix) > 1:
+            raise ConfigError(f"{source}: {name!r} has +{suffix} twice; once is enough.")
+    if "ef" in suffixes and has_memory(base):
+        raise ConfigError(
+            f"{source}: {name!r} asks for error feedback, but each visit of {base} already carries "
+            "what rounding lost before; leave out +ef."
+        )
+    return "+".join([base, *sorted(suffixes)])
 
 
 def has_memory(name: str) -> bool:
     """Whether the codec remembers each sample between visits, as AC-SGD does."""
-    return name.split("+")[0] == "acsgd"
+    return name.startswith("acsgd")
 
 
 def backward_codec(name: str) -> str:
-    """The gradient's codec: the same, but never with per-sample memory."""
+    """The gradient's codec for a canonical name; suffixes are kept."""
     base, *suffixes = name.split("+")
-    return "+".join(["directq" if base == "acsgd" else base, *suffixes])
+    return "+".join([BACKWARD[base], *suffixes])

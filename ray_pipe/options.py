@@ -21,7 +21,7 @@ from typing import Any
 
 from ray_pipe.errors import ConfigError, listed, nearest
 
-UNIT_SUFFIXES = {"bandwidth": "_bps", "duration": "_s", "size": ""}
+UNIT_SUFFIXES = {"bandwidth": "_bps", "duration": "_s", "size": "", "fraction": ""}
 """How the name of an option ends that has a unit; text may leave the ending out."""
 
 
@@ -91,17 +91,20 @@ def read_option(section: type, key: str, value: Any, *, source: str) -> tuple[st
     """The option's full name and its value with the right type, from text or a file's value.
 
     A bare number for an option with a unit is taken only where the name given says the unit
-    (`network.bandwidth_bps=1e8`), so that bits and bytes, seconds and milliseconds are never mixed.
+    (`network.bandwidth_bps=1e8`), so that bits and bytes, seconds and milliseconds are never
+    mixed; a size that is a number already, as in a saved configuration, is bytes.
     """
     name = resolve_key(section, key, source=source)
     field = next(field for field in dataclasses.fields(section) if field.name == name)
     kind, optional = option_types(section)[name]
     unit = field.metadata.get("unit", "")
-    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
-        if not optional:
-            raise ConfigError(f"{source}: {name} cannot be empty, it needs {_wanted(kind, unit)}.")
+    word = value.strip().lower() if isinstance(value, str) else value
+    if optional and word in (None, "", "none", "null"):
         return name, None
-    if unit and not (key == name and _is_number(value)):
+    if value is None:
+        raise ConfigError(f"{source}: {name} cannot be empty, it needs {_wanted(kind, unit)}.")
+    says_unit = key == name and (unit != "size" or not isinstance(value, str))
+    if unit and not (says_unit and _is_number(value)):
         return name, _with_unit(unit, value, kind, source=source)
     try:
         return name, _READERS[kind](value)
@@ -165,6 +168,7 @@ def _with_unit(unit: str, value: Any, kind: type, *, source: str) -> Any:
         "bandwidth": units.parse_bandwidth,
         "duration": units.parse_duration,
         "size": units.parse_size,
+        "fraction": units.parse_fraction,
     }
     try:
         return kind(read[unit](str(value)))
@@ -238,7 +242,7 @@ _READERS: dict[type, Callable[[Any], Any]] = {
 
 def _wanted(kind: type, unit: str) -> str:
     if unit:
-        examples = {"bandwidth": "100Mbps", "duration": "20ms", "size": "2GB"}
+        examples = {"bandwidth": "100Mbps", "duration": "20ms", "size": "2GB", "fraction": "1%"}
         return f"a {unit} such as {examples[unit]}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(kind, "names with commas between")
