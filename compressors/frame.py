@@ -15,66 +15,66 @@ sequences arrive as tuples.
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
 
-from compressors.base import Buffer, CodecError, Packet, RowMarks
+from compressors.base import Buffer, Packet, RowMarks
+from compressors.frame_fields import (
+    MAX_DEPTH,
+    MAX_FRAME_NBYTES,
+    MAX_HEADER_NBYTES,
+    MAX_LIST,
+    MAX_PACKETS,
+    MAX_PARTS,
+    BadChecksum,
+    BadHeader,
+    BadMagic,
+    FrameError,
+    TooLarge,
+    Truncated,
+    UnknownVersion,
+    as_int,
+    as_mapping,
+    as_tuple,
+    bad_header,
+    bytes_view,
+    check_shape,
+    check_value,
+    read_rows,
+    rows_fields,
+)
+
+__all__ = [
+    "KINDS",
+    "BadChecksum",
+    "BadHeader",
+    "BadMagic",
+    "FrameError",
+    "FrameHeader",
+    "Kind",
+    "TooLarge",
+    "Truncated",
+    "UnknownVersion",
+    "estimate_frame_nbytes",
+    "frame_nbytes",
+    "header_nbytes",
+    "pack",
+    "unpack",
+]
 
 Kind = Literal["activation", "gradient", "replica", "embedding", "control"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAGIC = b"RPF"
 VERSION = 1
-MAX_FRAME_NBYTES = 1 << 30
-MAX_HEADER_NBYTES = 1 << 18
-MAX_ELEMENTS = 1 << 28  # of a packet's shape: a sparse codec could otherwise ask for any memory
-MAX_DIMS = 8
-MAX_PARTS = 64  # of a frame, all packets together
-MAX_PACKETS = 16
-MAX_DEPTH = 4  # of packets in packets
-MAX_ROWS = 1 << 16
-MAX_LIST = 4096  # items of one sequence or mapping in `meta` or `body`
-MAX_VALUE_DEPTH = 8
-
 _PREFIX = struct.Struct("<3sBII")
 _CHECKSUM = struct.Struct("<I")
 _ALIGN = 8
-_WIDTHS = "bhiqQ"  # array typecodes, narrowest first
-
-
-class FrameError(CodecError):
-    """A buffer that is no frame, or a message that does not fit into one."""
-
-
-class BadMagic(FrameError):
-    """The buffer does not begin like a frame."""
-
-
-class UnknownVersion(FrameError):
-    """A frame of another release."""
-
-
-class Truncated(FrameError):
-    """The buffer ends before the frame does."""
-
-
-class BadChecksum(FrameError):
-    """At least one bit changed on the way."""
-
-
-class TooLarge(FrameError):
-    """A size or a count is above its limit."""
-
-
-class BadHeader(FrameError):
-    """The frame is whole, but its header makes no sense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,8 @@ def estimate_frame_nbytes(
     """Frame size for a payload not made yet, within 64 bytes of the real one.
 
     `remembers` counts the row marks (ids, visits, generations) of AC-SGD, with ids and visits
-    below 32768, and the second packet header that a wrapping codec brings.
+    below 32768, and the second packet header that a wrapping codec brings; a micro-batch in which
+    visits or cold flags differ takes up to two bytes per sample more.
     """
     parts = tuple(bytes(_ALIGN) for _ in range(num_parts))
     shape = (num_samples,) + (256,) * (num_dims - 1)
@@ -156,7 +157,7 @@ def estimate_frame_nbytes(
 
 def unpack(buffer: Any) -> tuple[FrameHeader, Packet | None]:
     """Header and packet; the packet's parts are views of `buffer` and keep it alive."""
-    view = _bytes_view(buffer)
+    view = bytes_view(buffer)
     if view.nbytes < _PREFIX.size:
         _check_opening(view)
         raise Truncated(f"frame has {view.nbytes} bytes, its prefix alone has {_PREFIX.size}")
@@ -179,7 +180,7 @@ def unpack(buffer: Any) -> tuple[FrameHeader, Packet | None]:
     actual = zlib.crc32(view[:parts_end])
     if actual != expected:
         raise BadChecksum(f"frame checksum is {actual:08x}, the sender's was {expected:08x}")
-    fields = _tuple(_decode_header(view[_PREFIX.size : header_end]), 12, "frame header")
+    fields = as_tuple(_decode_header(view[_PREFIX.size : header_end]), 12, "frame header")
     header = _read_frame_header(fields)
     cutter = _Cutter(view[parts_start:parts_end])
     packet = None if fields[11] is None else _read_packet(fields[11], cutter, depth=1)
@@ -194,16 +195,16 @@ def unpack(buffer: Any) -> tuple[FrameHeader, Packet | None]:
 def _plan(header: FrameHeader, packet: Packet | None) -> tuple[bytes, list[memoryview], int]:
     """Coded header, parts in frame order, total length."""
     parts: list[memoryview] = []
-    _check_value(header.body, "body", depth=1)
+    check_value(header.body, "body", depth=1)
     fields = [
-        KINDS.index(header.kind) if header.kind in KINDS else _bad(f"kind {header.kind!r}"),
+        KINDS.index(header.kind) if header.kind in KINDS else bad_header(f"kind {header.kind!r}"),
         header.replica, header.source, header.target, header.step, header.micro_batch,
         header.seq, header.generation, header.attempt, header.flags,
-        header.body,
+        dict(header.body),
         None if packet is None else _packet_fields(packet, parts, depth=1, count=[0]),
     ]  # fmt: skip
     for value in fields[1:10]:
-        _int(value, "frame header")
+        as_int(value, "frame header")
     try:
         coded: bytes = msgpack.packb(fields)
     except (TypeError, ValueError, OverflowError) as error:
@@ -224,58 +225,24 @@ def _packet_fields(
     if depth > MAX_DEPTH or count[0] > MAX_PACKETS:
         _too_nested(packet.codec)
     if type(packet.codec) is not str:
-        _bad(f"codec {packet.codec!r}")
-    _check_value(packet.meta, f"meta of {packet.codec}", depth=1)
-    views = [_bytes_view(part) for part in packet.parts]
+        bad_header(f"codec {packet.codec!r}")
+    check_value(packet.meta, f"meta of {packet.codec}", depth=1)
+    views = [bytes_view(part) for part in packet.parts]
     parts.extend(views)
     if len(parts) > MAX_PARTS:
         raise TooLarge(f"frame has more than {MAX_PARTS} parts")
-    _check_shape(packet.shape)
+    check_shape(packet.shape)
     return [
         packet.codec,
         packet.shape,
-        packet.meta,
+        dict(packet.meta),
         [view.nbytes for view in views],
         [_packet_fields(p, parts, depth=depth + 1, count=count) for p in packet.inner],
-        None if packet.rows is None else _rows_fields(packet.rows),
+        None if packet.rows is None else rows_fields(packet.rows),
     ]
 
 
-def _rows_fields(rows: RowMarks) -> list[Any]:
-    num = len(rows.ids)
-    if not num == len(rows.visits) == len(rows.generations) == len(rows.cold):
-        _bad(f"row marks of unequal length: {num} ids, {len(rows.visits)} visits, "
-             f"{len(rows.generations)} generations, {len(rows.cold)} cold flags")  # fmt: skip
-    if max(num, len(rows.evicted)) > MAX_ROWS:
-        raise TooLarge(f"{max(num, len(rows.evicted))} row marks, limit is {MAX_ROWS}")
-    return [
-        num,
-        _code_ints(rows.ids),
-        _code_ints(rows.visits),
-        _code_ints(rows.generations),
-        _code_ints([int(flag) for flag in rows.cold]),
-        len(rows.evicted),
-        _code_ints(rows.evicted),
-        rows.checksum,
-    ]
-
-
-def _code_ints(values: Sequence[int]) -> int | bytes:
-    """One integer if all are equal, else a typecode and the values at the narrowest width."""
-    if not values:
-        return b""
-    low, high = min(values), max(values)
-    if low == high:
-        return _int(low, "row mark")
-    for code in _WIDTHS:
-        bits = 8 * array(code).itemsize
-        lowest = 0 if code.isupper() else -(1 << (bits - 1))
-        if lowest <= low and high < lowest + (1 << bits):
-            return code.encode() + array(code, values).tobytes()
-    return _bad(f"row marks from {low} to {high} do not fit 64 bits")
-
-
-# Reading: every value is checked before it is used, every count before memory is taken for it
+# Reading
 
 
 class _Cutter:
@@ -319,68 +286,37 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 
 
 def _read_frame_header(fields: tuple[Any, ...]) -> FrameHeader:
-    kind = _int(fields[0], "kind")
+    kind = as_int(fields[0], "kind")
     if not 0 <= kind < len(KINDS):
-        _bad(f"kind number {kind}, known are 0 to {len(KINDS) - 1}")
+        bad_header(f"kind number {kind}, known are 0 to {len(KINDS) - 1}")
     replica, source, target, step, micro_batch, seq, generation, attempt, flags = (
-        _int(value, "frame header") for value in fields[1:10]
+        as_int(value, "frame header") for value in fields[1:10]
     )
     return FrameHeader(
         kind=KINDS[kind], replica=replica, source=source, target=target, step=step,
         micro_batch=micro_batch, seq=seq, generation=generation, attempt=attempt, flags=flags,
-        body=_mapping(fields[10], "body"),
+        body=as_mapping(fields[10], "body"),
     )  # fmt: skip
 
 
 def _read_packet(value: Any, cutter: _Cutter, *, depth: int) -> Packet:
-    codec, shape, meta, lengths, inner, rows = _tuple(value, 6, "packet")
+    codec, shape, meta, lengths, inner, rows = as_tuple(value, 6, "packet")
     cutter.num_packets += 1
     if depth > MAX_DEPTH or cutter.num_packets > MAX_PACKETS:
         _too_nested(codec)
     if type(codec) is not str:
-        _bad(f"codec {codec!r}")
-    _check_shape(shape)
-    parts = tuple(cutter.cut(_int(n, "part length")) for n in _tuple(lengths, None, "parts"))
-    inner = _tuple(inner, None, "inner packets")
+        bad_header(f"codec {codec!r}")
+    check_shape(shape)
+    parts = tuple(cutter.cut(as_int(n, "part length")) for n in as_tuple(lengths, None, "parts"))
+    inner = as_tuple(inner, None, "inner packets")
     return Packet(
         codec=codec,
         shape=shape,
-        meta=_mapping(meta, "meta"),
+        meta=as_mapping(meta, "meta"),
         parts=parts,
         inner=tuple(_read_packet(item, cutter, depth=depth + 1) for item in inner),
-        rows=None if rows is None else _read_rows(rows),
+        rows=None if rows is None else read_rows(rows),
     )
-
-
-def _read_rows(value: Any) -> RowMarks:
-    num, ids, visits, generations, cold, num_evicted, evicted, checksum = _tuple(value, 8, "rows")
-    return RowMarks(
-        ids=_read_ints(ids, num),
-        visits=_read_ints(visits, num),
-        generations=_read_ints(generations, num),
-        cold=tuple(bool(flag) for flag in _read_ints(cold, num)),
-        evicted=_read_ints(evicted, num_evicted),
-        checksum=None if checksum is None else _int(checksum, "row checksum"),
-    )
-
-
-def _read_ints(coded: Any, num: Any) -> tuple[int, ...]:
-    if not 0 <= _int(num, "number of row marks") <= MAX_ROWS:
-        raise TooLarge(f"{num} row marks, limit is {MAX_ROWS}")
-    if num == 0 and coded == b"":
-        return ()
-    if num and type(coded) is int:
-        return (coded,) * num
-    if type(coded) is not bytes or coded[:1] not in [code.encode() for code in _WIDTHS]:
-        _bad(f"row marks coded as {type(coded).__name__}")
-    values: array[int] = array(chr(coded[0]))
-    if len(coded) != 1 + num * values.itemsize:
-        _bad(f"{num} row marks in {len(coded) - 1} bytes of width {values.itemsize}")
-    values.frombytes(coded[1:])
-    return tuple(values)
-
-
-# Checks that both directions share
 
 
 def _check_opening(view: memoryview) -> None:
@@ -394,65 +330,6 @@ def _check_opening(view: memoryview) -> None:
         )
 
 
-def _bytes_view(buffer: Any) -> memoryview:
-    try:
-        view = memoryview(buffer)
-        return view.cast("B") if view.nbytes else memoryview(b"")
-    except TypeError as error:
-        raise BadHeader(f"not a contiguous buffer of bytes: {error}") from error
-
-
-def _check_shape(shape: Any) -> None:
-    dims = _tuple(shape, None, "shape")
-    if len(dims) > MAX_DIMS:
-        raise TooLarge(f"shape with {len(dims)} dimensions, limit is {MAX_DIMS}")
-    if any(_int(size, "shape") < 0 for size in dims):
-        _bad(f"shape {dims}")
-    if math.prod(dims) > MAX_ELEMENTS:
-        raise TooLarge(f"shape {dims} has more than {MAX_ELEMENTS} elements")
-
-
-def _check_value(value: Any, what: str, *, depth: int) -> None:
-    for item in _children(value, what):
-        if depth > MAX_VALUE_DEPTH:
-            raise TooLarge(f"{what} is nested deeper than {MAX_VALUE_DEPTH}")
-        _check_value(item, what, depth=depth + 1)
-
-
-def _children(value: Any, what: str) -> Iterator[Any]:
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return iter(())
-    if not isinstance(value, (Mapping, list, tuple)):
-        _bad(f"{what} holds a {type(value).__name__}")
-    if len(value) > MAX_LIST:
-        raise TooLarge(f"{what} holds {len(value)} items in one place, limit is {MAX_LIST}")
-    if isinstance(value, Mapping):
-        if not all(type(key) is str for key in value):
-            _bad(f"{what} has keys that are not text")
-        return iter(value.values())
-    return iter(value)
-
-
-def _mapping(value: Any, what: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        _bad(f"{what} is a {type(value).__name__}, expected a mapping")
-    _check_value(value, what, depth=1)
-    return value
-
-
-def _tuple(value: Any, length: int | None, what: str) -> tuple[Any, ...]:
-    if not isinstance(value, tuple) or length not in (None, len(value)):
-        size = len(value) if isinstance(value, tuple) else "no"
-        _bad(f"{what} is a {type(value).__name__} of {size} items, expected {length or 'a list'}")
-    return value
-
-
-def _int(value: Any, what: str) -> int:
-    if type(value) is not int or not -(1 << 63) <= value < 1 << 64:
-        _bad(f"{what} holds {value!r:.80}, expected an integer of 64 bits")
-    return value
-
-
 def _aligned(nbytes: int) -> int:
     return nbytes + -nbytes % _ALIGN
 
@@ -461,7 +338,3 @@ def _too_nested(codec: Any) -> NoReturn:
     raise TooLarge(
         f"packet of codec {codec!r:.40}: at most {MAX_PACKETS} packets, nested {MAX_DEPTH} deep"
     )
-
-
-def _bad(what: str) -> NoReturn:
-    raise BadHeader(f"frame: {what}")
