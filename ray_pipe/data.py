@@ -1,0 +1,196 @@
+"""Corpora, samples with stable ids, and the order in which a run visits them.
+
+Path: ray_pipe.driver -> ray_pipe.data -> stages.schedule
+
+A sample's id is its place in the corpus and never changes, whatever the shuffle: AC-SGD remembers
+activations by it. Ids travel to the stages, tokens do not; the first and last stage hold the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ray_pipe.errors import DataError
+from stages.loss import IGNORE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The inputs or targets of some samples, and how long each is where they differ."""
+
+    inputs: Tensor
+    targets: Tensor
+    lengths: tuple[int, ...] | None = None
+
+
+class Samples(Protocol):
+    """A fixed set of samples with stable ids 0 .. len - 1."""
+
+    digest: str
+    """Names the content: rows remembered for one set never serve another."""
+
+    def __len__(self) -> int: ...
+    def batch(self, ids: Sequence[int]) -> Batch: ...
+
+
+class TextSamples:
+    """Windows of a byte-level text: sample i predicts byte t+1 from bytes up to t."""
+
+    vocab = 256
+
+    def __init__(self, text: bytes, *, context: int, num_samples: int | None = None) -> None:
+        available = (len(text) - 1) // context
+        if available < 1:
+            raise DataError(
+                f"the corpus has {len(text)} bytes, one sample of this model needs {context + 1}; "
+                "give more text with --data or a shorter --set model.context"
+            )
+        if num_samples is not None and num_samples > available:
+            raise DataError(
+                f"data.num_samples={num_samples} but the corpus has only {available} samples "
+                f"of {context} bytes; lower data.num_samples or give more text with --data"
+            )
+        self.context = context
+        self._count = num_samples or available
+        used = text[: self._count * context + 1]
+        self._bytes = np.frombuffer(used, dtype=np.uint8)
+        self.digest = hashlib.sha256(used + context.to_bytes(4, "little")).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        starts = np.asarray(ids, dtype=np.int64)[:, None] * self.context
+        windows = self._bytes[starts + np.arange(self.context + 1)].astype(np.int64)
+        tokens = torch.from_numpy(windows)
+        return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+
+
+class DatasetSamples:
+    """A user's map-style `torch.utils.data.Dataset` of (input, target) pairs.
+
+    The index is the stable id, so the dataset must give the same item for the same index. Items
+    of different length are padded; padded targets carry `stages.loss.IGNORE`.
+    """
+
+    def __init__(self, dataset: Any, *, digest: str | None = None) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise DataError(
+                f"{type(dataset).__name__} has no length or index; AC-SGD needs a map-style "
+                "dataset with stable ids, not a stream"
+            )
+        self._dataset = dataset
+        self.digest = digest or f"{type(dataset).__qualname__}-{len(dataset)}"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        pairs = [self._pair(index) for index in ids]
+        inputs = [torch.as_tensor(pair[0]) for pair in pairs]
+        targets = [torch.as_tensor(pair[1]) for pair in pairs]
+        if len({tuple(item.shape) for item in inputs}) == 1:
+            return Batch(inputs=torch.stack(inputs), targets=_stack(targets, IGNORE))
+        lengths = tuple(int(item.shape[0]) for item in inputs)
+        return Batch(inputs=_stack(inputs, 0), targets=_stack(targets, IGNORE), lengths=lengths)
+
+    def _pair(self, index: int) -> tuple[Any, Any]:
+        item = self._dataset[index]
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise DataError(
+                f"sample {index} of {type(self._dataset).__name__} is a {type(item).__name__}, "
+                "expected a pair (input, target)"
+            )
+        return item[0], item[1]
+
+
+def _stack(items: list[Tensor], fill: int) -> Tensor:
+    if len({tuple(item.shape) for item in items}) == 1:
+        return torch.stack(items)
+    return torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=fill)
+
+
+def read_text(source: str) -> bytes:
+    """The corpus behind `--data`: `pydoc`, a UTF-8 file, or a folder of them."""
+    if source == "pydoc":
+        topics = pydoc_data.topics.topics
+        return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        texts = [text for file in files if (text := _read_utf8(file, skip_binary=True)) is not None]
+        if not texts:
+            raise DataError(
+                f"the folder {source} holds no UTF-8 text ({len(files)} files looked at)"
+            )
+        return b"\n".join(texts)
+    text = _read_utf8(path, skip_binary=False)
+    assert text is not None
+    return text
+
+
+def _read_utf8(path: Path, *, skip_binary: bool) -> bytes | None:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"no such data file: {path}; give a UTF-8 text file, a folder, or `--data pydoc`"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        if skip_binary:
+            return None
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {raw[error.start]:#04x} at offset {error.start}); "
+            "convert it, for example with iconv"
+        ) from None
+    return raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Which samples each step visits: a pure function of (seed, step), so it resumes anywhere."""
+
+    num_samples: int
+    micro_batches: int
+    micro_batch_size: int
+    seed: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.micro_batches * self.micro_batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def at(self, step: int) -> tuple[tuple[int, ...], ...]:
+        """Sample ids of each micro-batch of a step; the last batch of an epoch may be smaller."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        shuffled = generator.permutation(self.num_samples)
+        ids = shuffled[place * self.batch_size : (place + 1) * self.batch_size]
+        size = self.micro_batch_size
+        return tuple(
+            tuple(int(sample) for sample in ids[start : start + size])
+            for start in range(0, len(ids), size)
+        )
+
+    def steps(self, num_steps: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """The first `num_steps` batches."""
+        return (self.at(step) for step in range(num_steps))

@@ -1,0 +1,1 @@
+"""Models as sequences of blocks that can be cut."""

@@ -1,0 +1,1 @@
+"""Plans: where to cut the model, what a step will cost."""

@@ -1,0 +1,97 @@
+"""What is trained: a model as blocks, a loss, and samples. A named GPT or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ray_pipe.config import RunConfig
+from ray_pipe.data import Samples, TextSamples, read_text
+from ray_pipe.models.gpt import GPTShape, gpt_block, gpt_flops
+from ray_pipe.planner.partition import partition
+from stages.loss import LossFn, cross_entropy
+
+BlocksFn = Callable[[], Sequence[nn.Module]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model that can be cut, and what to train it on."""
+
+    costs: tuple[float, ...]
+    """Relative cost of each block: what the cut balances."""
+
+    build: Callable[[int, int], nn.Module]
+    """Blocks `start` up to `stop` as one module; runs inside the stage's actor."""
+
+    loss: LossFn
+    samples: Samples
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.costs)
+
+    def stage_builders(self, num_stages: int) -> list[Callable[[], nn.Module]]:
+        """For each stage, a function that builds its part of the model."""
+        return [
+            partial(self.build, blocks.start, blocks.stop)
+            for blocks in partition(self.costs, num_stages)
+        ]
+
+
+def gpt_workload(config: RunConfig) -> Workload:
+    """The named GPT on the text behind `--data`."""
+    size = config.model.size
+    shape = GPTShape(
+        layers=size.layers,
+        width=size.width,
+        heads=size.heads,
+        context=size.context,
+        dropout=config.model.dropout,
+    )
+    text = read_text(config.data.source)
+    samples = TextSamples(text, context=size.context, num_samples=config.data.num_samples)
+    return Workload(
+        costs=tuple(gpt_flops(shape, index) for index in range(shape.layers)),
+        build=partial(_build_gpt, shape, config.seed),
+        loss=cross_entropy,
+        samples=samples,
+    )
+
+
+def blocks_workload(
+    blocks: Sequence[nn.Module] | BlocksFn, *, loss: LossFn, samples: Samples, seed: int
+) -> Workload:
+    """A user's model: modules whose outputs feed each other, or a function that makes them."""
+    made = list(blocks() if callable(blocks) else blocks)
+    if not made:
+        raise ValueError("the model has no blocks; give at least one nn.Module")
+    for index, block in enumerate(made):
+        if not isinstance(block, nn.Module):
+            raise ValueError(
+                f"block {index} is a {type(block).__name__}, expected a torch.nn.Module"
+            )
+    costs = tuple(float(sum(p.numel() for p in block.parameters()) or 1) for block in made)
+    if callable(blocks):
+        return Workload(
+            costs=costs, build=partial(_build_from_fn, blocks, seed), loss=loss, samples=samples
+        )
+    return Workload(costs=costs, build=partial(_build_from_list, made), loss=loss, samples=samples)
+
+
+def _build_gpt(shape: GPTShape, seed: int, start: int, stop: int) -> nn.Module:
+    return nn.Sequential(*(gpt_block(shape, index, seed=seed) for index in range(start, stop)))
+
+
+def _build_from_fn(blocks: BlocksFn, seed: int, start: int, stop: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(*list(blocks())[start:stop])
+
+
+def _build_from_list(blocks: list[nn.Module], start: int, stop: int) -> nn.Module:
+    return nn.Sequential(*blocks[start:stop])

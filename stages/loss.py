@@ -1,0 +1,61 @@
+"""The loss at the end of the pipeline.
+
+Path: compressors.base -> stages.loss -> stages.optim
+
+A loss function returns the *sum* over a micro-batch and how many items it summed. The last stage
+divides by the count of the whole batch, so micro-batches of unequal size weigh what they should
+and M micro-batches give the gradient of one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORE = -100
+"""Targets with this value are padding and count nowhere."""
+
+LossFn = Callable[[Tensor, Tensor], tuple[Tensor, int]]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Next-token loss: the sum over all targets that are not padding, in fp32."""
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    total = functional.cross_entropy(
+        flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
+    )
+    return total, int((targets != IGNORE).sum())
+
+
+def from_mean(loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
+    """Adapt a usual loss, which averages over samples, to the sum that a pipeline needs."""
+
+    def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        count = int(output.shape[0])
+        return loss(output, target) * count, count
+
+    return summed
+
+
+def count_targets(loss: LossFn, targets: Tensor) -> int:
+    """How many items a micro-batch adds to the batch's mean, without its outputs."""
+    if loss is cross_entropy:
+        return int((targets != IGNORE).sum())
+    return int(targets.shape[0])
+
+
+def checked_sum(loss: LossFn, output: Tensor, target: Tensor) -> Tensor:
+    """The summed loss, refused when it is not one number."""
+    result = loss(output, target)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+        raise ValueError(
+            f"the loss returned {type(result).__name__}, expected (sum as a tensor, count); "
+            "wrap a loss that averages over samples with `ray_pipe.mean_loss(...)`"
+        )
+    total, _ = result
+    if total.dim() != 0 or not torch.is_floating_point(total):
+        raise ValueError(f"the loss has shape {tuple(total.shape)}, expected one number")
+    return total
