@@ -19,6 +19,10 @@ class ConfigError(RayPipeError, ValueError):
     """A setting, flag, file or folder given by the user cannot be used; nothing was started."""
 
 
+class DataError(ConfigError):
+    """The corpus or dataset cannot be read or used."""
+
+
 class TrainingError(RayPipeError, RuntimeError):
     """The run started and could not go on."""
 

@@ -32,24 +32,37 @@ def option(
     high: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    choices: tuple[str, ...] = (),
     unit: str = "",
 ) -> Any:
     """A field with limits (`low`, `high` are allowed, `above`, `below` not) and perhaps a unit."""
     limits = {"low": low, "high": high, "above": above, "below": below}
-    return dataclasses.field(
-        default=default, metadata={"limits": limits, "choices": choices, "unit": unit}
-    )
+    return dataclasses.field(default=default, metadata={"limits": limits, "unit": unit})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptionType:
+    """What an option's annotation says."""
+
+    kind: type
+    optional: bool = False
+    """Whether None is allowed."""
+
+    choices: tuple[str, ...] = ()
+    """The words that are allowed, if not all."""
 
 
 @functools.cache
-def option_types(section: type) -> dict[str, tuple[type, bool]]:
-    """For each option its type, and whether None is allowed."""
-    found: dict[str, tuple[type, bool]] = {}
+def option_types(section: type) -> dict[str, OptionType]:
+    """The type of each option, from annotations such as `int | None` or `Literal["a", "b"]`."""
+    found: dict[str, OptionType] = {}
     for name, hint in typing.get_type_hints(section).items():
         members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        plain = [member for member in members if member is not type(None)]
-        found[name] = (typing.get_origin(plain[0]) or plain[0], len(plain) < len(members))
+        first, *_ = (member for member in members if member is not type(None))
+        optional = type(None) in members
+        if typing.get_origin(first) is typing.Literal:
+            found[name] = OptionType(str, optional, typing.get_args(first))
+        else:
+            found[name] = OptionType(typing.get_origin(first) or first, optional)
     return found
 
 
@@ -96,7 +109,8 @@ def read_option(section: type, key: str, value: Any, *, source: str) -> tuple[st
     """
     name = resolve_key(section, key, source=source)
     field = next(field for field in dataclasses.fields(section) if field.name == name)
-    kind, optional = option_types(section)[name]
+    known = option_types(section)[name]
+    kind, optional = known.kind, known.optional
     unit = field.metadata.get("unit", "")
     word = value.strip().lower() if isinstance(value, str) else value
     if optional and word in (None, "", "none", "null"):
@@ -118,15 +132,15 @@ def check_section(section: Any, *, prefix: str) -> None:
     owner: type = type(section)
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        kind, optional = option_types(owner)[field.name]
+        known = option_types(owner)[field.name]
+        kind, choices = known.kind, known.choices
         label = f"{prefix}{field.name}"
-        if value is None and optional:
+        if value is None and known.optional:
             continue
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(section, field.name, float(value))
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{label} needs {_wanted(kind, '')}, got {value!r}.")
-        choices = field.metadata.get("choices", ())
         if choices and value not in choices:
             raise ConfigError(
                 f"{label} is {value!r}{nearest(str(value), choices)} "
@@ -143,6 +157,22 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "unlimited"
     return value
+
+
+def show_option(field: dataclasses.Field[Any], value: Any) -> tuple[str, Any]:
+    """The option as people write it, key and value: `bandwidth_bps` 1e8 as `bandwidth` 100Mbps."""
+    unit = field.metadata.get("unit", "")
+    if value is None or unit in ("", "fraction"):
+        return field.name, plain(value)
+    from netsim import units
+
+    shown: dict[str, Callable[[Any], str]] = {
+        "bandwidth": units.show_bandwidth,
+        "duration": units.show_duration,
+        "size": units.show_size,
+    }
+    suffix = UNIT_SUFFIXES[unit]
+    return field.name.removesuffix(suffix) if suffix else field.name, shown[unit](value)
 
 
 def _check_limits(label: str, value: float, limits: Mapping[str, float | None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ray_pipe.codec_names import backward_codec, canonical_codec, has_memory
 from ray_pipe.errors import ConfigError, listed, nearest
@@ -90,16 +91,16 @@ class PipelineConfig:
     micro_batch_size: int = option(8, low=1)
     """Samples per micro-batch."""
 
-    schedule: str = option("gpipe", choices=("gpipe", "1f1b"))
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
     """Order of work: gpipe, or 1f1b, which holds fewer activations."""
 
-    transport: str = option("push", choices=("push", "refs"))
+    transport: Literal["push", "refs"] = "push"
     """push: stages hand frames to each other; refs: the driver passes each ObjectRef on."""
 
     recompute: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
 
-    precision: str = option("fp32", choices=("fp32", "bf16"))
+    precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the blocks; weights and optimizer stay fp32."""
 
     def __post_init__(self) -> None:
@@ -124,19 +125,19 @@ class CodecConfig:
     bw_bits: int = option(4, low=1, high=8)
     """Bits per gradient value."""
 
-    grid: str = option("signed", choices=("signed", "symmetric"))
+    grid: Literal["signed", "symmetric"] = "signed"
     """Quantiser: signed-scale or symmetric groups. The paper's own grid is a codec, reference."""
 
     group: int = option(32, low=1)
     """Channels that share a scale."""
 
-    rounding: str = option("nearest", choices=("nearest", "stochastic"))
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     """How values meet the grid."""
 
     first_visit_bits: int = 8
     """Bits of a sample's first visit with acsgd: 1 to 8, or 32 for full precision."""
 
-    rows: str = option("bf16", choices=("bf16", "fp32", "int8", "int4", "int2"))
+    rows: Literal["bf16", "fp32", "int8", "int4", "int2"] = "bf16"
     """How the remembered activations are kept, the same at both ends of a link."""
 
     memory_cap: int | None = option(None, low=1, unit="size")
@@ -217,7 +218,7 @@ class NetworkConfig:
 class OptimConfig:
     """How the weights move."""
 
-    name: str = option("adamw", choices=("adamw", "sgd"))
+    name: Literal["adamw", "sgd"] = "adamw"
     """adamw or sgd."""
 
     lr: float = option(1e-3, low=0.0, below=math.inf)
@@ -229,7 +230,7 @@ class OptimConfig:
     warmup_steps: int = option(0, low=0)
     """Steps in which the learning rate climbs from 0."""
 
-    decay: str = option("constant", choices=("constant", "cosine", "linear"))
+    decay: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after the warm-up."""
 
     min_lr_ratio: float = option(0.1, low=0.0, high=1.0)

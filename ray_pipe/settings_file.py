@@ -8,13 +8,15 @@ option, short (`codec: acsgd`). Later layers win.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray_pipe.errors import ConfigError, nearest
-from ray_pipe.options import UNIT_SUFFIXES, read_option
+from ray_pipe.options import UNIT_SUFFIXES, option_docs, read_option, show_option
 
 Labels = str | Mapping[str, str]
 """What errors call a source: one name, or one for each dotted key (the flags)."""
@@ -205,3 +207,36 @@ def _label(labels: Labels, key: str) -> str:
     if isinstance(labels, str):
         return f"{labels} {key}" if labels == "--set" else f"{labels}, {key}"
     return labels.get(key, key)
+
+
+def show_settings(config: Any) -> str:
+    """The whole configuration as a YAML file with what each option means; reads back as equal."""
+    import yaml
+
+    lines: list[str] = []
+
+    def add(owner: Any, indent: str) -> None:
+        kind: type = type(owner)
+        docs = option_docs(kind)
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name)
+            if not field.init or dataclasses.is_dataclass(value):
+                continue
+            key, text = show_option(field, value)
+            if field.name == "name" and getattr(owner, "name_is_generated", False):
+                text = ""  # a new one for each run
+            comment = f"{indent}# "
+            meaning = docs.get(field.name, "")
+            lines.extend(
+                textwrap.wrap(meaning, 98, initial_indent=comment, subsequent_indent=comment)
+            )
+            written = yaml.safe_dump(text, default_flow_style=True, width=10_000)
+            written = written.removesuffix("\n").removesuffix("\n...")
+            lines.append(f"{indent}{key}: {written}")
+
+    add(config, "")
+    for name in _sections(type(config)):
+        section = getattr(config, name)
+        lines.extend(["", f"# {inspect.getdoc(section)}", f"{name}:"])
+        add(section, "  ")
+    return "\n".join(lines) + "\n"
