@@ -1,0 +1,188 @@
+"""report.html: the run on one page that opens offline.
+
+Path: ray_pipe.arms -> ray_pipe.report
+
+Every number comes from results.json (`results`); rows and spans only add pictures. What is missing
+is left out or shown as a dash, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray_pipe import report_curves as curves
+from ray_pipe import report_sections as sections
+from ray_pipe.arms import REFERENCE
+from ray_pipe.metrics import StepRow, finite
+from ray_pipe.report_markup import Markup, data, join, loss, percent, ratio, seconds, tag, three
+from ray_pipe.report_page import page
+from stages.record import StepRecord
+
+Arm = Mapping[str, Any]
+
+
+def write_report(
+    path: Path | str,
+    results: Mapping[str, Any],
+    *,
+    rows: Mapping[str, Sequence[StepRow]] | None = None,
+    steps: Mapping[str, Sequence[StepRecord]] | None = None,
+) -> None:
+    """Write the page.
+
+    `results` is the object of results.json, `rows` the steps of each arm (for the codecs' curves),
+    `steps` the records of a few chosen steps of each arm, with spans (for the pipeline's picture;
+    the last step that all arms have is drawn).
+    """
+    text = render_report(results, rows=rows, steps=steps)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def render_report(
+    results: Mapping[str, Any],
+    *,
+    rows: Mapping[str, Sequence[StepRow]] | None = None,
+    steps: Mapping[str, Sequence[StepRecord]] | None = None,
+) -> str:
+    """The page as text."""
+    results = finite(results)
+    arms: list[Arm] = list(results.get("arms") or [])
+    config = results.get("config") or {}
+    hero = best_arm(arms)
+    name = str(results.get("name") or "run")
+    body = [
+        tag("p", tag("b", "ray_pipe"), " · ", _subtitle(name, config), class_="kicker"),
+        tag("h1", headline(arms)),
+        _cards(arms, hero),
+        sections.arm_table(arms, best=hero["name"] if hero else None),
+        curves.loss_section(arms),
+        sections.time_section(arms),
+        sections.gantt_section(arms, steps or {}),
+        sections.bytes_section(arms),
+        curves.codec_section(arms, rows or {}),
+        sections.prediction_section(arms),
+        sections.events_section(arms, rows or {}),
+        sections.run_section(results),
+        tag(
+            "footer",
+            "Every number on this page is from results.json beside it; hover for exact values. "
+            "Bytes are counted once, by the sender, headers included.",
+        ),
+    ]
+    return page(
+        title=f"{name} · ray_pipe",
+        body=[part for part in body if part],
+        curves=curves.hover_curves(arms),
+    )
+
+
+def headline(arms: Sequence[Arm]) -> str:
+    """The result in one sentence, good or bad."""
+    if not arms:
+        return "The run ended before its first step."
+    hero = best_arm(arms)
+    if hero is None:
+        arm = arms[0]
+        return (
+            f"{curves.label(arm)} trained {arm.get('steps', 0):,} steps in "
+            f"{seconds(arm.get('wall_s'))} to a loss of {loss(arm.get('final_loss'))}."
+        )
+    base = next(arm for arm in arms if arm["name"] == REFERENCE)
+    who = curves.label(hero)
+    sooner, faster = hero.get("time_to_target_speedup"), hero.get("speedup")
+    less = _bytes_ratio(base, hero)
+    if sooner is not None and sooner > 1:
+        saved = f", sending {ratio(less)} fewer bytes" if less and less > 1 else ""
+        return (
+            f"{who} reached fp32’s final loss of {loss(base.get('final_loss'))} in "
+            f"{seconds(hero.get('time_to_target_s'))}, {ratio(sooner)} sooner than fp32{saved}."
+        )
+    if sooner is not None:
+        return (
+            f"Compression did not pay here: {who}, the best arm, took "
+            f"{seconds(hero.get('time_to_target_s'))} to fp32’s final loss, fp32 itself "
+            f"{seconds(base.get('time_to_target_s'))}."
+        )
+    if faster is not None and faster > 1:
+        return (
+            f"{who} ran {ratio(faster)} faster steps than fp32, but did not reach its final loss "
+            f"in {hero.get('steps', 0):,} steps (gap {loss(hero.get('loss_gap'), sign=True)})."
+        )
+    return (
+        f"Compression did not pay here: {who}, the fastest arm, ran at {ratio(faster)} the speed "
+        f"of fp32."
+    )
+
+
+def best_arm(arms: Sequence[Arm]) -> Arm | None:
+    """The arm beside fp32 that reached its final loss first, or was fastest; None without both."""
+    others = [arm for arm in arms if arm["name"] != REFERENCE]
+    if not others or len(others) == len(arms):
+        return None
+
+    def merit(arm: Arm) -> tuple[float, float]:
+        return (arm.get("time_to_target_speedup") or 0.0, arm.get("speedup") or 0.0)
+
+    return max(others, key=merit)
+
+
+def _cards(arms: Sequence[Arm], hero: Arm | None) -> Markup:
+    if not arms:
+        return Markup("")
+    if hero is None:
+        arm = arms[0]
+        return tag(
+            "div",
+            _card(data(arm.get("final_loss"), loss(arm.get("final_loss"))), "final training loss"),
+            _card(
+                data(arm.get("tokens_per_s"), three(arm.get("tokens_per_s"))), "tokens per second"
+            ),
+            _card(data(arm.get("step_s"), seconds(arm.get("step_s"))), "per step (median)"),
+            class_="cards",
+        )
+    base = next(arm for arm in arms if arm["name"] == REFERENCE)
+    less = _bytes_ratio(base, hero)
+    error = hero.get("prediction_error")
+    gap = hero.get("loss_gap")
+    sooner = hero.get("time_to_target_speedup")
+    cards = [
+        _card(data(sooner, ratio(sooner)), "sooner at fp32’s final loss"),
+        _card(data(hero.get("speedup"), ratio(hero.get("speedup"))), "faster steps than fp32"),
+        _card(tag("span", ratio(less)) if less is None else ratio(less), "fewer bytes than fp32"),
+        _card(data(gap, loss(gap, sign=True)), "final loss against fp32"),
+    ]
+    if error is not None:
+        cards.append(_card(data(error, percent(error, sign=True)), "step time against prediction"))
+    return tag("div", *cards, class_="cards", aria_label=f"{curves.label(hero)} in numbers")
+
+
+def _card(number: str, text: str) -> Markup:
+    return tag("div", tag("b", number), tag("span", text), class_="card")
+
+
+def _bytes_ratio(base: Arm, own: Arm) -> float | None:
+    """Of means per step, so that arms of different lengths compare."""
+    theirs, ours = base.get("bytes_per_step"), own.get("bytes_per_step")
+    return theirs / ours if theirs and ours else None
+
+
+def _subtitle(name: str, config: Mapping[str, Any]) -> Markup:
+    """The few settings that decide the result, where the config has them."""
+    flat = sections.flatten(config)
+    facts = [name]
+    for ending, text in (
+        ("model.name", "{}"),
+        ("stages", "{} stages"),
+        ("micro_batches", "{} micro-batches"),
+        ("schedule", "{}"),
+        ("seed", "seed {}"),
+    ):
+        value = next((v for k, v in flat.items() if k == ending or k.endswith("." + ending)), None)
+        if value not in (None, ""):
+            facts.append(text.format(value))
+    bandwidth = next((v for k, v in flat.items() if k.split(".")[-1] == "bandwidth_bps"), None)
+    if isinstance(bandwidth, (int, float)):
+        facts.insert(1, f"{three(bandwidth / 1e6)} Mbit/s links")
+    return join([" · ".join(facts)])
