@@ -11,7 +11,9 @@ import math
 import re
 from decimal import Decimal
 
-_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)\s*(.*)", re.DOTALL)
+_NUMBER = re.compile(
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?)\s*(.*)", re.DOTALL
+)
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -63,7 +65,9 @@ def parse_bandwidth(text: str) -> float:
         raise _refusal("bandwidth", text, _BANDWIDTH_EXPECTED, "unlimited")
     number, unit = _split("bandwidth", text, _BANDWIDTH_EXPECTED)
     if unit not in _BANDWIDTHS:
-        nearest = _nearest_unit(unit, ["Mbps", *_BIT_RATES, *_BYTE_RATES])
+        bytes_meant = "B" in unit and not unit.endswith("ps")
+        spellings = [*_BYTE_RATES] if bytes_meant else ["Mbps", *_BIT_RATES, *_BYTE_RATES]
+        nearest = _nearest_unit(unit, spellings)
         raise _refusal("bandwidth", text, _BANDWIDTH_EXPECTED, f"{abs(number)}{nearest}")
     rate_bps = _as_float("bandwidth", text, number * _BANDWIDTHS[unit], _BANDWIDTH_EXPECTED)
     if rate_bps <= 0:
@@ -97,7 +101,7 @@ def parse_size(text: str) -> int:
         raise _refusal("size", text, _SIZE_EXPECTED, f"{abs(number)}{nearest}")
     if number < 0:
         raise _refusal("size", text, f"zero or more, {_SIZE_EXPECTED}", f"{abs(number)}{unit}")
-    if _as_float("size", text, number * _SIZES[unit], _SIZE_EXPECTED) > _MAX_NBYTES:
+    if number * _SIZES[unit] > _MAX_NBYTES:
         raise _refusal("size", text, f"at most 2^63 - 1 bytes, {_SIZE_EXPECTED}", "1TB")
     return round(number * _SIZES[unit])
 
