@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import zstandard
 from torch import Tensor
@@ -18,6 +19,11 @@ from compressors.base import Buffer, CodecError, Compressor, Packet, SampleKeys,
 
 MAX_RAW_NBYTES = 1 << 30
 _STORED = -1
+
+
+@runtime_checkable
+class _ResendsCold(Protocol):
+    def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet: ...
 
 
 class Entropy:
@@ -33,12 +39,13 @@ class Entropy:
         self._sent_nbytes = 0
 
     def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
-        raw = self.inner.encode(tensor, keys=keys)
-        packet = deflate(raw, self.level)
-        if keys.remember:
-            self._raw_nbytes += raw.nbytes
-            self._sent_nbytes += packet.nbytes
-        return packet
+        return self._squeeze(self.inner.encode(tensor, keys=keys), keys)
+
+    def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
+        """The inner codec's cold resend, compressed; only AC-SGD has one."""
+        if not isinstance(self.inner, _ResendsCold):
+            raise CodecError(f"{self.name} remembers no samples: send the packet again as it was")
+        return self._squeeze(self.inner.resend_cold(tensor, keys=keys), keys)
 
     def decode(self, packet: Packet) -> Tensor:
         return self.inner.decode(inflate(packet))
@@ -62,6 +69,13 @@ class Entropy:
 
     def load_state_dict(self, state: State) -> None:
         self.inner.load_state_dict(state)
+
+    def _squeeze(self, raw: Packet, keys: SampleKeys) -> Packet:
+        packet = deflate(raw, self.level)
+        if keys.remember:
+            self._raw_nbytes += raw.nbytes
+            self._sent_nbytes += packet.nbytes
+        return packet
 
 
 def deflate(packet: Packet, level: int) -> Packet:
