@@ -78,7 +78,7 @@ def check_stages(config: RunConfig, *, num_blocks: int | None = None) -> None:
 
 
 def check_topology(config: RunConfig) -> None:
-    """The topology file exists and fits the number of stages."""
+    """The topology file can be read, fits the number of stages, and is the only word on links."""
     path = config.network.topology
     if path is None:
         return
@@ -86,10 +86,21 @@ def check_topology(config: RunConfig) -> None:
 
     try:
         Topology.load(path, config.pipeline.stages)
-    except OSError as error:
-        raise ConfigError(f"--topology {path}: cannot be read, {error.strerror}.") from None
     except ValueError as error:
-        raise ConfigError(f"--topology {path}: {error}") from None
+        raise ConfigError(f"--topology: {' '.join(str(error).split())}") from None
+    plain = type(config.network)(topology=path)
+    for name, key in (
+        ("bandwidth_bps", "bandwidth"),
+        ("latency_s", "latency"),
+        ("jitter_s", "jitter"),
+        ("loss_rate", "loss"),
+    ):
+        value = getattr(config.network, name)
+        if value != getattr(plain, name):
+            raise ConfigError(
+                f"network.{name} is {value:g}, but --topology {path} describes all links, so it "
+                f"would not be used; write it as `{key}` under `default:` in that file."
+            )
 
 
 def check_data_source(source: str) -> None:

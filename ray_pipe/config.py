@@ -68,7 +68,7 @@ class RunConfig:
     Empty: only codec.name; so it is when a codec is given without this."""
 
     epochs: int | None = option(None, low=1)
-    """Passes over the data. Either this or steps; 8 when neither is given."""
+    """Passes over the data; either this or steps."""
 
     steps: int | None = option(None, low=1)
     """Optimizer steps, instead of epochs."""
@@ -145,7 +145,7 @@ class RunConfig:
         return cls.from_layers([(source, values)])
 
     @classmethod
-    def from_layers(cls, layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Self:
+    def from_layers(cls, layers: Iterable[tuple[settings_file.Labels, Mapping[str, Any]]]) -> Self:
         """Lay several sources of settings over the defaults, later over earlier."""
         merged = settings_file.merge_layers(cls, layers)
         return cls(**settings_file.build_sections(cls, merged))

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ray_pipe.results_table import number, show_amount, show_results, show_seconds
+from ray_pipe.results_table import number, show_amount, show_clock, show_results
 
 PLAIN_WIDTH = 120
 PLAIN_INTERVAL_S = 5.0
@@ -107,12 +107,13 @@ class RunState:
         usual = median(known.values())
         current = self.arms[-1]
         left = 0.0 if current.ended else (current.steps - current.done) * (current.step_s or usual)
-        for name in self._waiting():
+        for name in self.waiting():
             hint = number(predicted.get(name))
             left += current.steps * (hint * scale if hint else usual)
         return left
 
-    def _waiting(self) -> list[str]:
+    def waiting(self) -> list[str]:
+        """Arms that have not begun."""
         names = [str(name) for name in self.plan.get("arms", ())]
         begun = len(self.arms)
         return names[begun:] if names else ["?"] * max(0, self.num_arms - begun)
@@ -214,7 +215,7 @@ class PlainProgress(Progress):
         ]
         left_s = self.state.left_s()
         if left_s is not None:
-            parts.append(f"about {show_seconds(left_s)} left" if left_s else "done")
+            parts.append(f"about {show_clock(left_s)} left" if left_s else "done")
         self._line("  ".join(part for part in parts if part))
 
     def _line(self, text: str) -> None:
@@ -261,11 +262,11 @@ class LiveProgress(Progress):
             bars.add_row(
                 Text(state.name, style=style), bar, f"{state.done}/{state.steps}", loss, speed, link
             )
-        for name in self.state._waiting() if self.state.arms else ():
+        for name in self.state.waiting() if self.state.arms else ():
             bars.add_row(Text(name, style="dim"), ProgressBar(total=1, completed=0, width=24))
         left_s = self.state.left_s()
-        elapsed = show_seconds(self._clock() - self._start_s)
-        left = f", about {show_seconds(left_s)} left for all arms" if left_s is not None else ""
+        elapsed = show_clock(self._clock() - self._start_s)
+        left = f", about {show_clock(left_s)} left for all arms" if left_s is not None else ""
         status = Text(f"{self._phase} - {elapsed}{left}", style="cyan")
         return Group(bars, status) if self.state.arms else status
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -42,26 +41,33 @@ def number(value: Any) -> float | None:
 
 
 def show_seconds(seconds: float) -> str:
-    """`85 ms`, `1.24 s`, `2m 05s`, `1h 03m`."""
+    """A measured time: `85.0 ms`, `1.24 s`, `2m 05s`, `1h 03m`."""
     if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 99.95:
-        return f"{seconds:.3g} s"
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s" if seconds < 99.95 else show_clock(seconds)
+
+
+def show_clock(seconds: float) -> str:
+    """A time to wait, in whole seconds: `42 s`, `2m 05s`, `1h 03m`."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m {rest:02d}s"
+        return f"{minutes}m {rest:02d}s" if minutes else f"{rest} s"
     return f"{minutes // 60}h {minutes % 60:02d}m"
 
 
 def show_amount(value: float, unit: str = "") -> str:
-    """Three digits with k, M or G: `8.12k`, `1.3 MB`."""
+    """Three digits with k, M or G: `8.12k`, `1.30 MB`."""
     gap = " " if unit else ""
     for prefix, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * scale:
-            shown = value / scale
-            digits = max(0, 2 - int(math.log10(max(abs(shown), 1))))
-            return f"{shown:.{digits}f}{gap}{prefix}{unit}"
+            return f"{_three_digits(value / scale)}{gap}{prefix}{unit}"
     return f"{value:.3g}{gap}{unit}"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{value:.{digits}f}"
 
 
 def _when(value: Any, show: Callable[[float], str]) -> str:
@@ -131,6 +137,8 @@ def verdict(results: Mapping[str, Any]) -> str:
     """One sentence: where compression pays here, or why it does not."""
     arms = [arm for arm in results.get("arms", ()) if number(arm.get("final_loss")) is not None]
     others = [arm for arm in arms if arm.get("name") != REFERENCE]
+    if not arms:
+        return "No arm came to a final loss, so there is nothing to compare."
     if len(arms) == len(others) or not others:
         return "One arm tells nothing about gain: --compare fp32,directq,acsgd puts them together."
     best = _best(arms)
@@ -142,7 +150,7 @@ def verdict(results: Mapping[str, Any]) -> str:
         if gain > 1.05:
             return (
                 f"Compression makes steps up to {gain:.2f}x faster{where}, but no arm came to "
-                f"{REFERENCE}'s final loss sooner ({fastest['name']} ends {gap:+.4f} away): "
+                f"{REFERENCE}'s final loss sooner ({fastest['name']} ends {gap:.4f} above it): "
                 "give it more bits (--fw-bits, --bw-bits) or more epochs."
             )
         return (
@@ -165,15 +173,23 @@ def verdict(results: Mapping[str, Any]) -> str:
 
 def show_results(console: Console, results: Mapping[str, Any], path: str | Path | None) -> None:
     """Table, verdict and files, on a terminal or as plain text."""
-    parts: list[RenderableType] = [results_table(results, wide=console.width >= WIDE)]
-    parts.append(Padding(Text(verdict(results)), (0, 0, 1, 0)))
+    parts: list[RenderableType] = [
+        results_table(results, wide=console.width >= WIDE),
+        Text(verdict(results)),
+    ]
     if path is not None:
         found = [name for name in FILES if (Path(path) / name).exists()]
         files = Table.grid(padding=(0, 2))
         for name in found:
             files.add_row(Text(str(Path(path) / name), style="cyan", overflow="fold"), FILES[name])
-        parts.append(files if found else Text(f"files: {path}"))
-    console.print(Group(*parts))
+        parts.extend(["", files if found else Text(f"files: {path}")])
+    if console.is_terminal:
+        console.print(Group(*parts))
+        return
+    with console.capture() as capture:
+        console.print(Group(*parts))
+    lines = (line.rstrip() for line in capture.get().splitlines())
+    console.file.write("\n".join(lines) + "\n")
 
 
 def _best(arms: list[Arm]) -> Arm | None:

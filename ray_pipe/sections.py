@@ -203,7 +203,7 @@ class NetworkConfig:
     """Share of the segments that are lost and sent again, such as 0.01 or 1%."""
 
     topology: str | None = None
-    """YAML file with bandwidth and latency by stage pair; other links are as above."""
+    """YAML file with bandwidth and latency by stage pair, instead of the options above."""
 
     def __post_init__(self) -> None:
         check_section(self, prefix="network.")

@@ -1,0 +1,185 @@
+"""The flags of the command line: names for options of the configuration, and their help.
+
+A flag is only a short way to write `--set`: its text, type, limits and default are the option's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from ray_pipe import __version__
+from ray_pipe.config import RunConfig
+from ray_pipe.errors import ConfigError, nearest
+from ray_pipe.options import option_docs, option_types, show_option
+from ray_pipe.settings_file import BATCH_SIZE, Labels, parse_settings, read_settings
+
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "what is trained": {
+        "--model": ("model.name", "NAME"),
+        "--data": ("data.source", "FILE|DIR|pydoc"),
+        "--epochs": ("epochs", "N"),
+        "--steps": ("steps", "N"),
+        "--lr": ("optim.lr", "RATE"),
+        "--seed": ("seed", "N"),
+        "--eval": ("eval", ""),
+    },
+    "compression": {
+        "--compare": ("compare", "A,B,..."),
+        "--codec": ("codec.name", "NAME"),
+        "--fw-bits": ("codec.fw_bits", "N"),
+        "--bw-bits": ("codec.bw_bits", "N"),
+    },
+    "links": {
+        "--bandwidth": ("network.bandwidth", "RATE"),
+        "--latency": ("network.latency", "TIME"),
+        "--jitter": ("network.jitter", "TIME"),
+        "--loss-rate": ("network.loss_rate", "SHARE"),
+        "--topology": ("network.topology", "FILE.yaml"),
+    },
+    "pipeline": {
+        "--stages": ("pipeline.stages", "N"),
+        "--micro-batches": ("pipeline.micro_batches", "N"),
+        "--micro-batch-size": ("pipeline.micro_batch_size", "N"),
+        "--batch-size": (BATCH_SIZE, "N"),
+        "--schedule": ("pipeline.schedule", "NAME"),
+        "--transport": ("pipeline.transport", "NAME"),
+        "--recompute": ("pipeline.recompute", ""),
+        "--precision": ("pipeline.precision", "NAME"),
+    },
+    "run": {
+        "--name": ("name", "NAME"),
+        "--out": ("out", "DIR"),
+        "--address": ("address", "ADDRESS"),
+    },
+}
+"""Group -> flag -> (dotted option, what stands for the value in the help)."""
+
+EXAMPLES = """\
+examples:
+  python -m ray_pipe.run --bandwidth 100Mbps
+      compare fp32, DirectQ and AC-SGD over emulated 100 Mbps links
+  python -m ray_pipe.run --bandwidth 10Mbps --latency 20ms --codec acsgd --fw-bits 2
+      AC-SGD alone, two bits forward, on a slow and distant link
+  python -m ray_pipe.run --data book.txt --model gpt-small --stages 8 --schedule 1f1b --epochs 4
+      a larger model on your own text, in eight stages
+  python -m ray_pipe.run --address auto --bandwidth unlimited --compare fp32,acsgd+zstd
+      on a Ray cluster whose network is slow by itself
+  python -m ray_pipe.run --show-config > run.yaml
+      every option with its meaning; edit, then run with --config run.yaml
+
+later beats earlier: defaults, --config, flags, --set. Rates are in bits (100Mbps, 1.5 Gbit/s) or
+bytes (12.5 MB/s) as written. Exit status: 0 done, 1 training failed, 2 bad flag or file, 130
+stopped by Ctrl-C.
+"""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Refuses by raising `ConfigError`, so that all refusals look alike."""
+
+    def error(self, message: str) -> NoReturn:
+        match = re.fullmatch(r"argument ([\w/, -]+): (.*)", message)
+        raise ConfigError(f"{match[1]}: {match[2]}." if match else f"{message}.")
+
+
+def make_parser() -> FlagParser:
+    """All flags, in groups, each with its default."""
+    parser = FlagParser(
+        prog="python -m ray_pipe.run",
+        usage="%(prog)s [flags]",
+        description="Train a model in pipeline stages over slow links, and see what compressing\n"
+        "the traffic gains. Without --codec, fp32, DirectQ and AC-SGD are compared.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    for title, flags in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag, (dotted, metavar) in flags.items():
+            text = _help(dotted).replace("%", "%%")
+            if metavar:
+                group.add_argument(flag, dest=dotted, metavar=metavar, help=text)
+            else:
+                group.add_argument(flag, dest=dotted, action="store_const", const="true", help=text)
+    group = parser.add_argument_group("settings and output")
+    group.add_argument("--config", metavar="FILE.yaml", help="Settings from a YAML file.")
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="Any option by its full name, such as codec.rows=int8; may be given again.",
+    )
+    group.add_argument(
+        "--show-config", action="store_true", help="Print the settings as YAML and stop."
+    )
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the results as the last line of standard output, all else to standard error.",
+    )
+    group.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    group.add_argument(
+        "--version", action="version", version=f"ray_pipe {__version__}", help="Print the version."
+    )
+    group.add_argument("-h", "--help", action="help", help="Print this help.")
+    return parser
+
+
+def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags as given; an unknown one is refused with the nearest."""
+    parser = make_parser()
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = next((word for word in unknown if word.startswith("-")), unknown[0])
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            raise ConfigError(f"{flag!r} is no flag; flags begin with --, see --help.")
+        raise ConfigError(f"there is no flag {flag}{nearest(flag, known)} See --help for all.")
+    return args
+
+
+def build_config(args: argparse.Namespace) -> RunConfig:
+    """Defaults, then the file, then flags, then `--set`; later beats earlier."""
+    values: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    for flags in GROUPS.values():
+        for flag, (dotted, _) in flags.items():
+            value = getattr(args, dotted)
+            if value is not None:
+                values[dotted] = value
+                labels[dotted] = flag
+    layers: list[tuple[Labels, Mapping[str, Any]]] = []
+    if args.config:
+        layers.append((args.config, read_settings(args.config)))
+    given = parse_settings(args.set)
+    # A codec by --set is no wish for one arm where the same command line says what to compare.
+    if "compare" in values and {"codec", "codec.name"} & given.keys():
+        given.setdefault("compare", values["compare"])
+    return RunConfig.from_layers([*layers, (labels, values), ("--set", given)])
+
+
+def _help(dotted: str) -> str:
+    if dotted == BATCH_SIZE:
+        return "Samples per step, instead of --micro-batch-size. (default: 64)"
+    section_name, _, key = dotted.rpartition(".")
+    config = RunConfig()
+    owner: Any = getattr(config, section_name) if section_name else config
+    kind: type = type(owner)
+    field = next(
+        field for field in dataclasses.fields(kind) if field.name in (key, f"{key}_bps", f"{key}_s")
+    )
+    text = option_docs(kind).get(field.name, "")
+    choices = option_types(kind)[field.name].choices
+    if choices and not any(choice in text for choice in choices):
+        text = f"{text} One of {', '.join(choices)}."
+    value = show_option(field, getattr(owner, field.name))[1]
+    if (field.name == "name" and owner is config) or value is None or value is False:
+        return text
+    shown = ",".join(value) if isinstance(value, list) else value
+    return f"{text} (default: {shown})"

@@ -1,0 +1,170 @@
+"""`python -m ray_pipe.run`: parse, call, show. Decides nothing.
+
+Path: (command line) -> ray_pipe.run -> ray_pipe.driver
+
+Loads neither torch nor ray before the configuration is known to be good. The driver is a
+parameter, so that tests can run the whole command without a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
+
+from ray_pipe.errors import ConfigError, RayPipeError
+from ray_pipe.flags import build_config, parse_flags
+from ray_pipe.settings_file import show_settings
+
+if TYPE_CHECKING:
+    from ray_pipe.config import RunConfig
+    from ray_pipe.progress import Observer, Progress
+
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
+
+
+class RunResult(Protocol):
+    """What the driver gives back."""
+
+    @property
+    def results(self) -> dict[str, Any]: ...
+    @property
+    def path(self) -> str | Path | None: ...
+
+
+Driver = Callable[["RunConfig", "Observer"], RunResult]
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    driver: Driver | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> int:
+    """The whole command; returns its exit status. `driver` defaults to `ray_pipe.driver.run`."""
+    out, err = stdout or sys.stdout, stderr or sys.stderr
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    try:
+        with contextlib.redirect_stdout(out):
+            args = parse_flags(words)
+        config = build_config(args)
+        if args.show_config:
+            out.write(json.dumps(config.to_dict()) + "\n" if args.json else show_settings(config))
+            return DONE
+        warnings = config.validate()
+        return _train(config, warnings, driver=driver, as_json=args.json, out=out, err=err)
+    except SystemExit as asked:  # --help and --version
+        return int(asked.code or 0)
+    except KeyboardInterrupt:
+        err.write("stopped\n")
+        return STOPPED
+    except ConfigError as error:
+        _show_error(error, err, debug=debug)
+        return REFUSED
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        return FAILED
+    except Exception as error:
+        _show_error(error, err, debug=debug)
+        return FAILED
+
+
+def _train(
+    config: RunConfig,
+    warnings: list[str],
+    *,
+    driver: Driver | None,
+    as_json: bool,
+    out: TextIO,
+    err: TextIO,
+) -> int:
+    from ray_pipe.progress import make_progress
+
+    show = err if as_json else out
+    # Ray and others print to standard output; the JSON line must stay alone there.
+    quiet = contextlib.redirect_stdout(err) if as_json else contextlib.nullcontext()
+    with quiet, make_progress(show) as progress, stop_on_signals(progress, err):
+        for text in warnings:
+            progress.on_warning(text)
+        if driver is None:
+            progress.on_phase("loading torch and ray")
+            driver = importlib.import_module("ray_pipe.driver").run
+            assert driver is not None
+        result = driver(config, progress)
+        progress.on_end(result.results, result.path)
+    if as_json:
+        out.write(json.dumps(_finite(result.results)) + "\n")
+        out.flush()
+    return DONE
+
+
+@contextlib.contextmanager
+def stop_on_signals(
+    progress: Progress, err: TextIO, *, leave: Callable[[int], NoReturn] = os._exit
+) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) stops cleanly, by KeyboardInterrupt; a second one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals belong to the main thread
+        return
+    asked = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            progress.close()  # gives the cursor back
+            err.write("stopped at once\n")
+            err.flush()
+            leave(STOPPED)
+        asked = True
+        progress.on_phase("stopping ... (Ctrl-C again to stop at once)")
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show_error(error: BaseException, err: TextIO, *, debug: bool) -> None:
+    """One paragraph; the traceback only on wish."""
+    if debug:
+        err.write("".join(traceback.format_exception(error)))
+    if isinstance(error, RayPipeError):
+        text = str(error)
+    else:
+        cause = getattr(error, "cause", None) or error  # Ray wraps what a stage raised
+        lines = [line for line in str(cause).splitlines() if line.strip()]
+        text = f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
+        if not debug:
+            text += " (--debug shows where)"
+    err.write(f"error: {' '.join(text.split())}\n")
+    err.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null instead."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
+        return None
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
