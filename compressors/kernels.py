@@ -27,7 +27,7 @@ from compressors import kernels_torch as twin
 from compressors.base import CodecError
 
 NATIVE_ABI = 1
-GRIDS = {"signed": 0, "symmetric": 1}
+GRIDS = ("signed", "symmetric")
 ROW_DTYPES = (torch.bfloat16, torch.float32)
 
 _log = logging.getLogger("ray_pipe")
@@ -77,7 +77,14 @@ def quantize(
     x = x.contiguous()
     codes, scales = _new_packed(x, bits, group)
     bad = _native().quantize(
-        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), rows, channels, bits, group, GRIDS[grid]
+        x.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        rows,
+        channels,
+        bits,
+        group,
+        grid == "symmetric",
     )
     if bad:
         raise _non_finite("x", x)
@@ -112,7 +119,7 @@ def dequantize(
         channels,
         bits,
         group,
-        GRIDS[grid],
+        grid == "symmetric",
     )
     if bad:
         _check_scales(scales)
@@ -149,7 +156,7 @@ def delta_encode(
         channels,
         bits,
         group,
-        GRIDS[grid],
+        grid == "symmetric",
         row.dtype == torch.bfloat16,
     )
     if bad:
@@ -192,7 +199,7 @@ def delta_decode(
         channels,
         bits,
         group,
-        GRIDS[grid],
+        grid == "symmetric",
         narrow,
     )
     if bad:
@@ -289,7 +296,7 @@ def _is_native(tensor: Tensor) -> bool:
 
 def _check_grid(bits: int, group: int, grid: str) -> None:
     if grid not in GRIDS:
-        raise ValueError(f"grid is one of {sorted(GRIDS)}, got {grid!r}")
+        raise ValueError(f"grid is one of {list(GRIDS)}, got {grid!r}")
     least = 2 if grid == "symmetric" else 1
     if not least <= bits <= 8:
         raise ValueError(f"the {grid} grid takes {least} to 8 bits, got {bits}")

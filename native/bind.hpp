@@ -1,0 +1,10 @@
+// What each source adds to the one extension module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace ray_pipe {
+
+void bind_kernels(nanobind::module_& m);
+
+}  // namespace ray_pipe

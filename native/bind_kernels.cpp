@@ -1,0 +1,137 @@
+// Python faces of the kernels: addresses in, nothing but numbers out.
+//
+// compressors/kernels.py has checked every shape, dtype and device and keeps the tensors alive, so
+// addresses cost less than any array protocol. Work is done without the GIL and in the default
+// floating point environment, so that torch.set_flush_denormal in a caller changes no bit.
+#include <cfenv>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "kernels.hpp"
+
+namespace nb = nanobind;
+
+namespace ray_pipe {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
+// What this machine can run, slowest first.
+std::vector<const Kernels*> supported() {
+  std::vector<const Kernels*> found = {&isa_baseline::kernels()};
+#ifdef RAY_PIPE_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) {
+    found.push_back(&isa_avx2::kernels());
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      found.push_back(&isa_avx512::kernels());
+  }
+#endif
+  return found;
+}
+
+const Kernels* chosen = supported().back();
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : supported()) names.emplace_back(kernels->isa);
+  return names;
+}
+
+void use_isa(const std::string& name) {
+  for (const Kernels* kernels : supported())
+    if (name == kernels->isa) {
+      chosen = kernels;
+      return;
+    }
+  throw std::invalid_argument("this machine cannot run the kernels built for '" + name + "'");
+}
+
+std::map<std::string, std::string> build_info() {
+  return {{"compiler", __VERSION__},
+          {"isa", chosen->isa},
+          {"version", RAY_PIPE_VERSION},
+          {"built", RAY_PIPE_BUILD_TYPE}};
+}
+
+size_t quantize(Address x, Address codes, Address scales, size_t rows, size_t channels, int bits,
+                size_t group, bool symmetric) {
+  const DefaultFloats floats;
+  return chosen->quantize({rows, channels, bits, group, symmetric}, at<const float>(x),
+                          at<uint8_t>(codes), at<uint16_t>(scales));
+}
+
+size_t dequantize(Address codes, Address scales, Address out, size_t rows, size_t channels,
+                  int bits, size_t group, bool symmetric) {
+  const DefaultFloats floats;
+  return chosen->dequantize({rows, channels, bits, group, symmetric}, at<const uint8_t>(codes),
+                            at<const uint16_t>(scales), at<float>(out));
+}
+
+std::tuple<size_t, double, double, double> delta_encode(Address h, Address row, Address codes,
+                                                        Address scales, Address new_row,
+                                                        size_t rows, size_t channels, int bits,
+                                                        size_t group, bool symmetric,
+                                                        bool row_is_bf16) {
+  const DefaultFloats floats;
+  Sums sums;
+  const size_t bad = chosen->delta_encode({rows, channels, bits, group, symmetric},
+                                          at<const float>(h), at<const void>(row), row_is_bf16,
+                                          at<uint8_t>(codes), at<uint16_t>(scales),
+                                          at<void>(new_row), &sums);
+  return {bad, sums.delta, sums.value, sums.error};
+}
+
+size_t delta_decode(Address codes, Address scales, Address row, Address out, Address new_row,
+                    size_t rows, size_t channels, int bits, size_t group, bool symmetric,
+                    bool row_is_bf16) {
+  const DefaultFloats floats;
+  return chosen->delta_decode({rows, channels, bits, group, symmetric}, at<const uint8_t>(codes),
+                              at<const uint16_t>(scales), at<const void>(row), row_is_bf16,
+                              at<float>(out), at<void>(new_row));
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  m.def("build_info", &build_info);
+  m.def("isas", &isas);
+  m.def("use_isa", &use_isa);
+  m.def("quantize", &quantize, Release());
+  m.def("dequantize", &dequantize, Release());
+  m.def("delta_encode", &delta_encode, Release());
+  m.def("delta_decode", &delta_decode, Release());
+}
+
+}  // namespace ray_pipe

@@ -1,0 +1,13 @@
+// ray_pipe_native: the C++ core as one extension module.
+//
+// Imported by its Python facades only (compressors/kernels.py); typed by ray_pipe_native.pyi. A new
+// part brings its own source, a bind_… function in bind.hpp and a line here.
+#include "bind.hpp"
+
+// Raised when an entry point changes; the facades refuse a module built for another number.
+constexpr int kAbi = 1;
+
+NB_MODULE(ray_pipe_native, m) {
+  m.attr("ABI") = kAbi;
+  ray_pipe::bind_kernels(m);
+}
