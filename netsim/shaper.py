@@ -76,7 +76,8 @@ class Delays:
         lost = 0
         position = 0
         while True:
-            position += 1 + int(math.log(1.0 - self._random.random()) / log_kept)
-            if position > num_segments:
+            gap = math.log(1.0 - self._random.random()) / log_kept
+            if gap >= num_segments - position:
                 return lost
+            position += 1 + int(gap)
             lost += 1
