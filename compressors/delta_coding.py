@@ -1,0 +1,162 @@
+"""The arithmetic of a change: h - m coded, and added to m at both ends.
+
+Path: compressors.delta -> compressors.delta_coding -> compressors.kernels
+
+Twice: `Fused`, one kernel call per sample, for the uniform quantiser; `Generic`, any inner codec
+with Q(0) = 0, in torch operations. On a uniform quantiser both give the same packets and rows to
+the bit. Unsent coordinates (top-k, masks) decode to 0 and so keep m.
+
+Samples of one length are stacked [n, ...]; of several lengths, their valid positions are laid
+end to end as one sample [1, positions, channels], so that no padding enters a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from compressors.base import CodecError, Compressor, Packet, SampleKeys
+from compressors.kernels import DeltaStats, NonFinite, delta_decode, delta_encode
+from compressors.quantize import Uniform
+from compressors.row_format import RowFormat, matrix_shape
+
+Shape = tuple[int, ...]
+
+
+class Batch(NamedTuple):
+    """Samples that share an inner packet; `values` are their fp32 matrices."""
+
+    ids: tuple[int, ...]
+    shapes: list[Shape]
+    values: list[Tensor]
+
+    def without(self, refused: set[int]) -> Batch:
+        keep = [i for i in range(len(self.ids)) if i not in refused]
+        return Batch(
+            tuple(self.ids[i] for i in keep),
+            [self.shapes[i] for i in keep],
+            [self.values[i] for i in keep],
+        )
+
+
+class Outcome(NamedTuple):
+    """A coded batch: per sample the new row as stored, and what the coding cost."""
+
+    packet: Packet | None  # None if every sample was refused
+    rows: list[Tensor]
+    sums: list[DeltaStats]
+    refused: set[int]  # indices into the batch: not finite, left out of all of the above
+
+
+class Changes(Protocol):
+    """Codes changes against rows, and adds them."""
+
+    def encode(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome: ...
+    def decode(
+        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape]
+    ) -> list[tuple[Tensor, Tensor]]: ...
+
+
+class Generic:
+    """Any inner codec; the twin that `Fused` is tested against."""
+
+    def __init__(self, inner: Compressor, row_format: RowFormat) -> None:
+        self._inner = inner
+        self._format = row_format
+
+    def encode(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome:
+        """Code all samples in one packet; again without those that would not stay finite."""
+        olds = [self._format.unpack(row, shape) for row, shape in zip(rows, batch.shapes)]
+        changes = [value - old for value, old in zip(batch.values, olds)]
+        refused = {i for i, change in enumerate(changes) if not is_finite(change)}
+        while True:
+            index = [i for i in range(len(changes)) if i not in refused]
+            if not index:
+                return Outcome(None, [], [], refused)
+            shapes = [batch.shapes[i] for i in index]
+            keys = keys_of([batch.ids[i] for i in index], shapes)
+            packet = self._inner.encode(stack([changes[i] for i in index], shapes), keys=keys)
+            sent = unstack(self._inner.decode(packet), shapes)
+            news = [olds[i] + part for i, part in zip(index, sent)]
+            packed = [self._format.pack(new) for new in news]
+            unsound = {i for i, row in zip(index, packed) if row is None}
+            if not unsound:
+                break
+            refused |= unsound
+        sums = [
+            DeltaStats(square(changes[i]), square(batch.values[i]), square(batch.values[i] - new))
+            for i, new in zip(index, news)
+        ]
+        return Outcome(packet, [row for row in packed if row is not None], sums, refused)
+
+    def decode(
+        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The new value of each sample, and its row."""
+        check_shape(packet, shapes)
+        decoded = []
+        for part, old, shape in zip(unstack(self._inner.decode(packet), shapes), rows, shapes):
+            new = self._format.unpack(old, shape) + part
+            decoded.append((new, must_pack(self._format, new)))
+        return decoded
+
+
+def changes_for(inner: Compressor, row_format: RowFormat) -> Changes:
+    """The arithmetic for an inner codec: fused where there is a kernel for it."""
+    return Generic(inner, row_format)
+
+
+def stacked_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape in which samples of these shapes travel together."""
+    if all(shape == shapes[0] for shape in shapes):
+        return (len(shapes), *shapes[0])
+    positions = sum(matrix_shape(shape)[0] for shape in shapes)
+    return (1, positions, shapes[0][-1])
+
+
+def stack(matrices: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
+    return torch.cat(list(matrices)).view(stacked_shape(shapes))
+
+
+def unstack(tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The fp32 matrices of a stacked tensor, as views."""
+    flat = tensor.to(torch.float32).reshape(-1, matrix_shape(shapes[0])[1])
+    return list(torch.split(flat, [matrix_shape(shape)[0] for shape in shapes]))
+
+
+def keys_of(ids: Sequence[int], shapes: Sequence[Shape]) -> SampleKeys:
+    """Keys for an inner packet: nothing is padded there."""
+    return SampleKeys(ids=tuple(ids[: stacked_shape(shapes)[0]]))
+
+
+def check_shape(packet: Packet, shapes: Sequence[Shape]) -> None:
+    """Refuse an inner packet that is not of these samples."""
+    expected = stacked_shape(shapes)
+    if tuple(packet.shape) != expected:
+        raise CodecError(
+            f"inner packet of codec {packet.codec!r:.40} has shape {tuple(packet.shape)}, "
+            f"its {len(shapes)} samples make {expected}"
+        )
+
+
+def must_pack(row_format: RowFormat, new: Tensor) -> Tensor:
+    """The row of a value that the sender found finite."""
+    row = row_format.pack(new)
+    if row is None:
+        raise CodecError("a decoded change makes a row that is not finite; no sender sends such")
+    return row
+
+
+def is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def square(x: Tensor) -> float:
+    """Sum of squares, without overflow."""
+    norm = float(torch.linalg.vector_norm(x))
+    if not 1e-15 < norm < 1e15:
+        norm = float(torch.linalg.vector_norm(x.double()))
+    return norm * norm

@@ -1,0 +1,108 @@
+"""What a delta packet holds where: samples, their valid positions, and what they will leave.
+
+Path: compressors.delta -> compressors.delta_layout -> compressors.visits
+
+The first dimension of a tensor is the sample. With lengths the second is the position, of which
+only the valid ones are coded and remembered; a sample is a matrix [positions, channels] here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compressors.base import CodecError, Packet, RowMarks, SampleKeys
+from compressors.buffers import Mark, as_bytes
+from compressors.delta_coding import Batch, Shape
+from compressors.row_format import matrix_shape
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a packet will stage if all of it succeeds."""
+
+    ids: tuple[int, ...]
+    shapes: list[Shape]
+    visits: dict[int, tuple[Mark, Tensor | None]] = field(default_factory=dict)  # by position
+    latest: dict[int, int] = field(default_factory=dict)  # sample -> its last position so far
+
+    def put(self, position: int, *, generation: int, visit: int, row: Tensor | None) -> None:
+        mark = Mark(generation, visit, self.shapes[position], row is not None)
+        self.visits[position] = (mark, row)
+        self.latest[self.ids[position]] = position
+
+    def in_order(self) -> list[tuple[Mark, Tensor | None]]:
+        return [self.visits[position] for position in range(len(self.ids))]
+
+    def checksum(self) -> int:
+        """CRC-32 of all new rows, in order."""
+        total = 0
+        for _, row in self.in_order():
+            total = total if row is None else zlib.crc32(as_bytes(row), total)
+        return total
+
+    def batch(self, positions: Sequence[int], matrices: Sequence[Tensor]) -> Batch:
+        """Samples that will share an inner packet."""
+        return Batch(
+            tuple(self.ids[p] for p in positions),
+            [self.shapes[p] for p in positions],
+            [matrices[p] for p in positions],
+        )
+
+
+def check_tensor(tensor: Tensor, keys: SampleKeys) -> tuple[Tensor, list[Shape]]:
+    """The tensor as contiguous fp32 in main memory, and the valid shape of each sample."""
+    shape = tuple(tensor.shape)
+    if not shape or len(keys.ids) != shape[0]:
+        raise ValueError(
+            f"tensor of shape {shape} comes with {len(keys.ids)} sample ids; "
+            "its first dimension is the sample"
+        )
+    values = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    return values, _valid_shapes(shape, keys.lengths)
+
+
+def _valid_shapes(shape: Shape, lengths: Sequence[int] | None) -> list[Shape]:
+    if lengths is None:
+        return [shape[1:]] * shape[0]
+    if len(shape) < 3 or len(lengths) != shape[0]:
+        raise CodecError(
+            f"lengths need a tensor [samples, positions, ..., channels] and one for each sample, "
+            f"got shape {shape} and {len(lengths)} lengths"
+        )
+    for length in lengths:
+        if type(length) is not int or not 0 <= length <= shape[1]:
+            raise CodecError(f"a sample of length {length!r:.40} in a tensor of shape {shape}")
+    return [(length, *shape[2:]) for length in lengths]
+
+
+def valid_part(tensor: Tensor, position: int, shape: Shape) -> Tensor:
+    """The valid positions of one sample as a matrix; a view."""
+    sample = tensor[position]
+    return (sample[: shape[0]] if shape else sample).view(matrix_shape(shape))
+
+
+def read_layout(packet: Packet, rows: RowMarks) -> tuple[list[Shape], frozenset[int]]:
+    """Valid shapes and raw positions that a packet states, checked."""
+    num = packet.shape[0] if packet.shape else -1
+    if not num == len(rows.ids) == len(rows.visits) == len(rows.generations) == len(rows.cold):
+        raise CodecError(
+            f"delta packet of shape {tuple(packet.shape)} has {len(rows.ids)} ids, "
+            f"{len(rows.visits)} visits, {len(rows.generations)} generations, "
+            f"{len(rows.cold)} cold flags"
+        )
+    if any(visit < 1 or (cold and visit != 1) for visit, cold in zip(rows.visits, rows.cold)):
+        raise CodecError("delta packet has a cold sample that is not at visit 1, or a visit below")
+    raw = packet.meta.get("raw", ())
+    if not isinstance(raw, (tuple, list)) or not all(
+        type(p) is int and 0 <= p < num and rows.cold[p] for p in raw
+    ):
+        raise CodecError(f"delta packet names raw samples {raw!r:.80} of {num}")
+    lengths = packet.meta.get("lengths")
+    if lengths is not None and not isinstance(lengths, (tuple, list)):
+        raise CodecError(f"delta packet has lengths {lengths!r:.80}")
+    return _valid_shapes(tuple(packet.shape), lengths), frozenset(raw)
