@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from netsim.loop_thread import LoopThread, in_order_of_birth
+from netsim.loop_thread import LoopThread
 
 __all__ = ["Deadlock", "LoopThread", "VirtualLoop", "VirtualTimeout", "run_virtual"]
 
@@ -70,6 +70,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = False
         self._running = False
         self._error: BaseException | None = None
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # alive, in order of birth
         self._deaths: list[str] = []
         self._generators: weakref.WeakSet[AsyncGenerator[Any, Any]] = weakref.WeakSet()
 
@@ -118,6 +119,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        if not handle._scheduled:  # type: ignore[attr-defined]
+            return  # it has left the heap already
         # Timeouts are armed often and fire rarely: without this the heap keeps all of them.
         self._num_cancelled += 1
         if self._num_cancelled > 100 and self._num_cancelled * 2 > len(self._timers):
@@ -131,14 +134,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         sys.set_asyncgen_hooks(self._generators.add, self._close_generator)
         asyncio._set_running_loop(self)
         self._running = True
-        main: asyncio.Task[_T] | None = None
         try:
             main = self.create_task(coro, name="main")
             self._run_until(main)
             return main.result()
         finally:
             try:
-                self._cancel_the_rest(main)
+                self._cancel_the_rest()
             finally:
                 self._running = False
                 self._closed = True
@@ -184,9 +186,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             else:
                 self._ready.append(handle)
 
-    def _cancel_the_rest(self, main: asyncio.Task[Any] | None) -> None:
+    def _cancel_the_rest(self) -> None:
         self._limit_s = None
-        left = in_order_of_birth(asyncio.all_tasks(self))
+        left = list(self._tasks)
         for task in left:
             task.cancel()
         if left:
@@ -213,10 +215,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         **options: Any,
     ) -> asyncio.Task[_T]:
         task = asyncio.Task(coro, loop=self, name=name, context=context, **options)
-        task.add_done_callback(self._note_death)
+        self._tasks[task] = None
+        task.add_done_callback(self._note_end)
         return task
 
-    def _note_death(self, task: asyncio.Task[Any]) -> None:
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
         error = task._exception
         if error is not None:  # read so, the error still counts as never retrieved
             self._deaths.append(f"{task.get_name()} died of {error!r}")
@@ -258,7 +262,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     run_forever = run_until_complete  # type: ignore[assignment]
 
     def _who_waits(self) -> str:
-        tasks = in_order_of_birth(asyncio.all_tasks(self))
+        tasks = list(self._tasks)
         shown = [f"{task.get_name()} {_where(task)}" for task in tasks[:20]]
         if len(tasks) > 20:
             shown.append(f"and {len(tasks) - 20} more")

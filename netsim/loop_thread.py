@@ -63,7 +63,7 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            left = in_order_of_birth(asyncio.all_tasks(self._loop))
+            left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
@@ -91,14 +91,3 @@ def _precise_selector() -> selectors.BaseSelector:
     probe = os.open(os.devnull, os.O_RDONLY)
     os.close(probe)
     return selectors.SelectSelector() if probe < _FD_LIMIT else selectors.DefaultSelector()
-
-
-def in_order_of_birth(tasks: set[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
-    """A set of tasks has no order of its own; names count up as asyncio gives them."""
-
-    def rank(task: asyncio.Task[Any]) -> tuple[int, str]:
-        name = task.get_name()
-        number = name.removeprefix("Task-")
-        return (int(number), "") if number.isdecimal() else (-1, name)
-
-    return sorted(tasks, key=rank)

@@ -189,7 +189,9 @@ def _show(value: float, units: dict[str, Decimal], digits: int | None) -> str:
         list(units.items())[-1] if exact else next((n, s) for n, s in units.items() if s == 1),
     )
     number = exact / scale
-    return f"{_plain(number) if digits is None else f'{number:.{digits}g}'}{name}"
+    if digits is not None:
+        number = Decimal(f"{number:.{digits}g}")
+    return f"{_plain(number)}{name}"
 
 
 def _plain(number: Decimal) -> str:

@@ -323,6 +323,18 @@ def test_cancelled_timeouts_do_not_pile_up() -> None:
     assert run_virtual(main()) < 300
 
 
+def test_a_timer_cancelled_after_it_ran_is_not_counted_as_waiting() -> None:
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        handles = [loop.call_later(1, int) for _ in range(50)]
+        await asyncio.sleep(2)
+        for handle in handles:
+            handle.cancel()
+        return loop._num_cancelled  # type: ignore[attr-defined]
+
+    assert run_virtual(main()) == 0
+
+
 def test_context_variables_reach_callbacks_and_tasks() -> None:
     stage: contextvars.ContextVar[int] = contextvars.ContextVar("stage")
 

@@ -189,6 +189,7 @@ def test_quantities_are_shown_as_people_write_them() -> None:
 def test_digits_round_what_is_shown() -> None:
     assert show_bandwidth(33333333.333, digits=3) == "33.3Mbps"
     assert show_duration(0.0123456, digits=2) == "12ms"
+    assert show_duration(0.000237, digits=2) == "240us"
     assert show_size(123_456_789, digits=3) == "123MB"
 
 
