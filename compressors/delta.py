@@ -19,48 +19,22 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from compressors.base import CodecError, Compressor, NeedCold, Packet, RowMarks, SampleKeys, State
-from compressors.buffers import Mark, RowStore
-from compressors.delta_coding import (
-    Shape,
-    changes_for,
-    check_shape,
-    is_finite,
-    keys_of,
-    square,
-    stack,
-    unstack,
-)
-from compressors.delta_layout import Draft, check_tensor, read_layout, valid_part
+from compressors.base import Compressor, NeedCold, Packet, SampleKeys, State
+from compressors.buffers import RowStore
+from compressors.delta_coding import changes_for
+from compressors.delta_layout import NAME, End, StepStats, check_tensor
+from compressors.delta_receive import Receiving
+from compressors.delta_send import Sending
 from compressors.identity import Identity
 from compressors.quantize import Uniform
 from compressors.row_format import RowFormat
 from compressors.spill import Spill, SpillShelf
-from compressors.visits import Kind, check_visits, groups, waves
 
 Namespace = tuple[str | int, ...]
-MAX_EVICTIONS_PER_PACKET = 4096
-
-
-@dataclass(slots=True)
-class StepStats:
-    """Counts and sums of squares since the last commit."""
-
-    hits: int = 0
-    cold: int = 0
-    nonfinite: int = 0
-    resends: int = 0
-    nacks: int = 0
-    warm_delta: float = 0.0
-    warm_value: float = 0.0
-    value: float = 0.0
-    error: float = 0.0
 
 
 class Delta:
@@ -80,7 +54,7 @@ class Delta:
     step after its own `commit`. Any method may be called from any thread.
     """
 
-    name = "delta"
+    name = NAME
 
     def __init__(
         self,
@@ -97,19 +71,26 @@ class Delta:
         self.inner = inner
         self.namespace: Namespace = (namespace,) if isinstance(namespace, str) else (*namespace,)
         self.first_visit = _first_visit_codec(first_visit)
-        self.checksum = checksum
-        self._format = RowFormat(rows)
-        self._changes = changes_for(inner, self._format)
+        row_format = RowFormat(rows)
         self._store = RowStore(
-            row_format=self._format,
+            row_format=row_format,
             shelf=None if spill is None else SpillShelf(Spill.of(spill)),
             cap_bytes=cap_bytes,
             incarnation=incarnation,
         )
-        self._raw = Identity()
+        self._end = End(
+            namespace=self.namespace,
+            row_format=row_format,
+            store=self._store,
+            changes=changes_for(inner, row_format),
+            first_visit=self.first_visit,
+            checksum=checksum,
+        )
+        self._sending = Sending(self._end)
+        self._receiving = Receiving(self._end)
         self._role: str | None = None
         self._lock = threading.RLock()
-        self._step = self._last_step = StepStats()
+        self._last_step = StepStats()
         self._num_evicted = 0
 
     # The sender
@@ -122,11 +103,9 @@ class Delta:
         with self._lock:
             values, shapes = check_tensor(tensor, keys)
             if not keys.remember:
-                meta = {"namespace": self.namespace}
-                raw = self._raw.encode(values, keys=keys)
-                return Packet(codec=self.name, shape=raw.shape, meta=meta, inner=(raw,))
+                return self._sending.encode_evaluation(values, keys)
             self._take_role("sender")
-            return self._encode(values, shapes, keys, all_cold=False)
+            return self._sending.encode(values, shapes, keys, all_cold=False)
 
     def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         """The same micro-batch for a receiver that could not apply it: all cold, new generations.
@@ -137,99 +116,8 @@ class Delta:
         with self._lock:
             values, shapes = check_tensor(tensor, keys)
             self._take_role("sender")
-            for sample in keys.ids:
-                self._store.stage_drop(sample)
-            self._step.resends += 1
-            return self._encode(values, shapes, keys, all_cold=True)
-
-    def _encode(
-        self, values: Tensor, shapes: list[Shape], keys: SampleKeys, *, all_cold: bool
-    ) -> Packet:
-        matrices = [valid_part(values, p, shape) for p, shape in enumerate(shapes)]
-        draft = Draft(keys.ids, shapes)
-        inner: list[Packet] = []
-        raw: list[int] = []
-        for wave in waves(keys.ids):
-            if not all_cold:
-                inner += self._encode_warm(wave, matrices, draft)
-            cold = [p for p in wave if p not in draft.visits and is_finite(matrices[p])]
-            inner += self._encode_cold(cold, matrices, draft)
-            infinite = [p for p in wave if p not in draft.visits]
-            inner += self._encode_raw(infinite, matrices, draft)
-            raw += infinite
-        marks = [mark for mark, _ in draft.in_order()]
-        cold_flags = tuple(mark.visit == 1 for mark in marks)
-        self._step.cold += sum(cold_flags)
-        self._step.hits += len(marks) - sum(cold_flags)
-        self._stage(draft)
-        rows = RowMarks(
-            ids=keys.ids,
-            visits=tuple(mark.visit for mark in marks),
-            generations=tuple(mark.generation for mark in marks),
-            cold=cold_flags,
-            evicted=self._store.announce_evictions(limit=MAX_EVICTIONS_PER_PACKET, again=all_cold),
-            checksum=draft.checksum() if self.checksum else None,
-        )
-        meta = {"namespace": self.namespace, "rows": self._format.name}
-        if keys.lengths is not None:
-            meta["lengths"] = keys.lengths
-        if raw:
-            meta["raw"] = tuple(raw)
-        shape = tuple(values.shape)
-        return Packet(codec=self.name, shape=shape, meta=meta, inner=tuple(inner), rows=rows)
-
-    def _encode_warm(self, wave: list[int], matrices: list[Tensor], draft: Draft) -> list[Packet]:
-        """Code the changes of samples that have a row; what is not finite stays undone."""
-        marks: list[Mark] = []
-        warm: list[int] = []
-        for position in wave:
-            mark = self._mark(draft, draft.ids[position])
-            if mark is not None and mark.kept and mark.shape == draft.shapes[position]:
-                marks.append(mark)
-                warm.append(position)
-        if not warm:
-            return []
-        rows = [self._row(draft, draft.ids[p]) for p in warm]
-        outcome = self._changes.encode(draft.batch(warm, matrices), rows)
-        self._step.nonfinite += sum(is_finite(matrices[warm[i]]) for i in outcome.refused)
-        coded = [(p, m) for i, (p, m) in enumerate(zip(warm, marks)) if i not in outcome.refused]
-        for (position, mark), row, sums in zip(coded, outcome.rows, outcome.sums):
-            draft.put(position, generation=mark.generation, visit=mark.visit + 1, row=row)
-            self._step.warm_delta += sums.delta
-            self._step.warm_value += sums.value
-            self._step.value += sums.value
-            self._step.error += sums.error
-        return [] if outcome.packet is None else [outcome.packet]
-
-    def _encode_cold(
-        self, positions: list[int], matrices: list[Tensor], draft: Draft
-    ) -> list[Packet]:
-        if not positions:
-            return []
-        batch = draft.batch(positions, matrices)
-        keys = keys_of(batch.ids, batch.shapes)
-        packet = self.first_visit.encode(stack(batch.values, batch.shapes), keys=keys)
-        sent = unstack(self.first_visit.decode(packet), batch.shapes)
-        for position, value, new in zip(positions, batch.values, sent):
-            row = self._format.pack(new)
-            self._step.nonfinite += row is None
-            self._step.value += square(value)
-            self._step.error += square(value - new)
-            draft.put(position, generation=self._store.next_generation(), visit=1, row=row)
-        return [packet]
-
-    def _encode_raw(
-        self, positions: list[int], matrices: list[Tensor], draft: Draft
-    ) -> list[Packet]:
-        """Values that are not finite, as they are: hide nothing, and remember nothing."""
-        if not positions:
-            return []
-        batch = draft.batch(positions, matrices)
-        self._step.nonfinite += len(positions)
-        for position in positions:
-            draft.put(position, generation=self._store.next_generation(), visit=1, row=None)
-        keys = keys_of(batch.ids, batch.shapes)
-        return [self._raw.encode(stack(batch.values, batch.shapes), keys=keys)]
+            self._end.step.resends += 1
+            return self._sending.encode(values, shapes, keys, all_cold=True)
 
     # The receiver
 
@@ -241,81 +129,15 @@ class Delta:
         `CodecError` (the packet is malformed, or of another namespace).
         """
         with self._lock:
-            self._check_origin(packet)
+            self._receiving.check_origin(packet)
             if packet.rows is None:
-                return self._decode_evaluation(packet)
+                return self._receiving.decode_evaluation(packet)
             self._take_role("receiver")
             try:
-                return self._decode(packet, packet.rows)
+                return self._receiving.decode(packet, packet.rows)
             except NeedCold:
-                self._step.nacks += 1
+                self._end.step.nacks += 1
                 raise
-
-    def _decode(self, packet: Packet, rows: RowMarks) -> Tensor:
-        shapes, raw = read_layout(packet, rows)
-        check_visits(rows, shapes, self._store.mark)
-        found = groups(rows, raw)
-        if len(found) != len(packet.inner):
-            raise CodecError(
-                f"delta packet needs {len(found)} inner packets, has {len(packet.inner)}"
-            )
-        draft = Draft(rows.ids, shapes)
-        out = torch.zeros(packet.shape) if "lengths" in packet.meta else torch.empty(packet.shape)
-        num_nonfinite = 0
-        for (kind, positions), inner in zip(found, packet.inner):
-            for position, (new, row) in zip(positions, self._read(kind, positions, inner, draft)):
-                visit, generation = rows.visits[position], rows.generations[position]
-                draft.put(position, generation=generation, visit=visit, row=row)
-                valid_part(out, position, shapes[position]).copy_(new)
-                num_nonfinite += row is None
-        self._check_sum(rows, draft)
-        for sample in rows.evicted:
-            self._store.stage_drop(sample)
-        self._stage(draft)
-        self._step.cold += sum(rows.cold)
-        self._step.hits += len(rows.cold) - sum(rows.cold)
-        self._step.nonfinite += num_nonfinite
-        return out
-
-    def _read(
-        self, kind: Kind, positions: list[int], inner: Packet, draft: Draft
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """The new value and the new row of each sample of an inner packet."""
-        shapes = [draft.shapes[p] for p in positions]
-        check_shape(inner, shapes)
-        if kind == "warm":
-            rows = [self._row(draft, draft.ids[p]) for p in positions]
-            return [*self._changes.decode(inner, rows, shapes)]
-        plain = kind == "raw" or inner.codec == self._raw.name
-        news = unstack((self._raw if plain else self.first_visit).decode(inner), shapes)
-        return [(new, None if kind == "raw" else self._format.pack(new)) for new in news]
-
-    def _decode_evaluation(self, packet: Packet) -> Tensor:
-        if len(packet.inner) != 1 or packet.inner[0].codec != self._raw.name:
-            raise CodecError("delta packet without row marks must hold one fp32 packet")
-        return self._raw.decode(packet.inner[0])
-
-    def _check_origin(self, packet: Packet) -> None:
-        if packet.codec != self.name:
-            raise CodecError(f"expected a delta packet, got codec {packet.codec!r:.40}")
-        namespace = packet.meta.get("namespace")
-        if not isinstance(namespace, (tuple, list)) or tuple(namespace) != self.namespace:
-            raise CodecError(
-                f"packet of namespace {namespace!r:.200} reached the rows of {self.namespace!r}; "
-                "equal sample ids there are other samples: check edge, replica and dataset"
-            )
-        if packet.rows is not None and packet.meta.get("rows") != self._format.name:
-            raise CodecError(
-                f"the sender keeps {packet.meta.get('rows')!r:.40} rows, this end keeps "
-                f"{self._format.name!r}: they would drift apart; set `rows` alike at both ends"
-            )
-
-    def _check_sum(self, rows: RowMarks, draft: Draft) -> None:
-        if rows.checksum is not None and (own := draft.checksum()) != rows.checksum:
-            raise NeedCold(
-                f"checksum of the new rows is {own:08x} here, {rows.checksum:08x} at the sender",
-                tuple(sorted(set(rows.ids))),
-            )
 
     # Both ends
 
@@ -323,7 +145,7 @@ class Delta:
         """The step's rows become permanent; the sender gives up what exceeds the cap."""
         with self._lock:
             self._num_evicted += self._store.commit(evict=self._role == "sender")
-            self._last_step, self._step = self._step, StepStats()
+            self._last_step, self._end.step = self._end.step, StepStats()
             self.inner.commit()
             self.first_visit.commit()
 
@@ -331,7 +153,7 @@ class Delta:
         """Forget the step, as the other end does too: visits revert, generations do not."""
         with self._lock:
             self._store.abort()
-            self._step = StepStats()
+            self._end.step = StepStats()
             self.inner.abort()
             self.first_visit.abort()
 
@@ -355,7 +177,7 @@ class Delta:
         sender knows h, so only it has them.
         """
         with self._lock:
-            step = self._step if self._step != StepStats() else self._last_step
+            step = self._end.step if self._end.step != StepStats() else self._last_step
             visits = step.hits + step.cold
             found: dict[str, float] = {
                 "hits": step.hits,
@@ -405,7 +227,7 @@ class Delta:
         inner = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         with self._lock:
             self._store.load_state_dict(state)
-            self._step = StepStats()
+            self._end.step = StepStats()
             self.inner.load_state_dict(inner)
 
     def _take_role(self, role: str) -> None:
@@ -415,22 +237,6 @@ class Delta:
                 "of an edge: give the other end an instance of its own"
             )
         self._role = role
-
-    def _mark(self, draft: Draft, sample: int) -> Mark | None:
-        if sample in draft.latest:
-            return draft.visits[draft.latest[sample]][0]
-        return self._store.mark(sample)
-
-    def _row(self, draft: Draft, sample: int) -> Tensor:
-        if sample in draft.latest:
-            row = draft.visits[draft.latest[sample]][1]
-            assert row is not None, f"row {sample} was not kept"
-            return row
-        return self._store.value(sample)
-
-    def _stage(self, draft: Draft) -> None:
-        for sample, (mark, row) in zip(draft.ids, draft.in_order()):
-            self._store.stage(sample, mark, row)
 
 
 def _first_visit_codec(first_visit: int | Compressor) -> Compressor:

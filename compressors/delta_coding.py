@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from compressors.base import CodecError, Compressor, Packet, SampleKeys
-from compressors.kernels import DeltaStats, NonFinite, delta_decode, delta_encode
-from compressors.quantize import Uniform
+from compressors.kernels import DeltaStats
 from compressors.row_format import RowFormat, matrix_shape
 
 Shape = tuple[int, ...]

@@ -15,10 +15,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compressors.base import CodecError, Packet, RowMarks, SampleKeys
-from compressors.buffers import Mark, as_bytes
-from compressors.delta_coding import Batch, Shape
-from compressors.row_format import matrix_shape
+from compressors.base import CodecError, Compressor, Packet, RowMarks, SampleKeys
+from compressors.buffers import Mark, RowStore, as_bytes
+from compressors.delta_coding import Batch, Changes, Shape
+from compressors.identity import Identity
+from compressors.row_format import RowFormat, matrix_shape
+
+NAME = "delta"
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counts and sums of squares since the last commit."""
+
+    hits: int = 0
+    cold: int = 0
+    nonfinite: int = 0
+    resends: int = 0
+    nacks: int = 0
+    warm_delta: float = 0.0
+    warm_value: float = 0.0
+    value: float = 0.0
+    error: float = 0.0
 
 
 @dataclass(slots=True)
@@ -52,6 +70,39 @@ class Draft:
             [self.shapes[p] for p in positions],
             [matrices[p] for p in positions],
         )
+
+
+@dataclass(slots=True)
+class End:
+    """What sending and receiving share: the rows of one end of an edge and how to code them."""
+
+    namespace: tuple[str | int, ...]
+    row_format: RowFormat
+    store: RowStore
+    changes: Changes
+    first_visit: Compressor
+    checksum: bool
+    raw: Identity = field(default_factory=Identity)
+    step: StepStats = field(default_factory=StepStats)
+
+    def mark(self, draft: Draft, sample: int) -> Mark | None:
+        """Counters of a sample as the next visit sees them."""
+        if sample in draft.latest:
+            return draft.visits[draft.latest[sample]][0]
+        return self.store.mark(sample)
+
+    def row(self, draft: Draft, sample: int) -> Tensor:
+        """Value of a row that `mark` says is kept."""
+        if sample in draft.latest:
+            row = draft.visits[draft.latest[sample]][1]
+            assert row is not None, f"row {sample} was not kept"
+            return row
+        return self.store.value(sample)
+
+    def stage(self, draft: Draft) -> None:
+        """Make a packet's visits visible to those that follow in the step."""
+        for sample, (mark, row) in zip(draft.ids, draft.in_order()):
+            self.store.stage(sample, mark, row)
 
 
 def check_tensor(tensor: Tensor, keys: SampleKeys) -> tuple[Tensor, list[Shape]]:

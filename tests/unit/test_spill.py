@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressors.spill import ChunkFile, Slot, Spill, SpillError, SpillShelf
+from compressors.spill import Spill, SpillShelf
+from compressors.spill_file import ChunkFile, Slot, SpillError
 
 torch.set_num_threads(1)
 

@@ -1,0 +1,90 @@
+"""The receiving end of AC-SGD: may it be applied, what does it decode to, what is remembered.
+
+Path: compressors.delta_coding -> compressors.delta_receive -> compressors.delta
+
+All or nothing: a packet of which one sample cannot be applied changes no row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressors.base import CodecError, NeedCold, Packet, RowMarks
+from compressors.delta_coding import check_shape, unstack
+from compressors.delta_layout import NAME, Draft, End, read_layout, valid_part
+from compressors.visits import Kind, check_visits, groups
+
+
+class Receiving:
+    """Decodes packets and brings the rows of one end up to date."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+
+    def decode(self, packet: Packet, rows: RowMarks) -> Tensor:
+        shapes, raw = read_layout(packet, rows)
+        check_visits(rows, shapes, self.end.store.mark)
+        found = groups(rows, raw)
+        if len(found) != len(packet.inner):
+            raise CodecError(
+                f"delta packet needs {len(found)} inner packets, has {len(packet.inner)}"
+            )
+        draft = Draft(rows.ids, shapes)
+        out = torch.zeros(packet.shape) if "lengths" in packet.meta else torch.empty(packet.shape)
+        num_nonfinite = 0
+        for (kind, positions), inner in zip(found, packet.inner):
+            for position, (new, row) in zip(positions, self._read(kind, positions, inner, draft)):
+                visit, generation = rows.visits[position], rows.generations[position]
+                draft.put(position, generation=generation, visit=visit, row=row)
+                valid_part(out, position, shapes[position]).copy_(new)
+                num_nonfinite += row is None
+        self._check_sum(rows, draft)
+        for sample in rows.evicted:
+            self.end.store.stage_drop(sample)
+        self.end.stage(draft)
+        self.end.step.cold += sum(rows.cold)
+        self.end.step.hits += len(rows.cold) - sum(rows.cold)
+        self.end.step.nonfinite += num_nonfinite
+        return out
+
+    def _read(
+        self, kind: Kind, positions: list[int], inner: Packet, draft: Draft
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The new value and the new row of each sample of an inner packet."""
+        shapes = [draft.shapes[p] for p in positions]
+        check_shape(inner, shapes)
+        if kind == "warm":
+            rows = [self.end.row(draft, draft.ids[p]) for p in positions]
+            return [*self.end.changes.decode(inner, rows, shapes)]
+        plain = kind == "raw" or inner.codec == self.end.raw.name
+        news = unstack((self.end.raw if plain else self.end.first_visit).decode(inner), shapes)
+        return [(new, None if kind == "raw" else self.end.row_format.pack(new)) for new in news]
+
+    def decode_evaluation(self, packet: Packet) -> Tensor:
+        if len(packet.inner) != 1 or packet.inner[0].codec != self.end.raw.name:
+            raise CodecError("delta packet without row marks must hold one fp32 packet")
+        return self.end.raw.decode(packet.inner[0])
+
+    def check_origin(self, packet: Packet) -> None:
+        if packet.codec != NAME:
+            raise CodecError(f"expected a delta packet, got codec {packet.codec!r:.40}")
+        namespace = packet.meta.get("namespace")
+        if not isinstance(namespace, (tuple, list)) or tuple(namespace) != self.end.namespace:
+            raise CodecError(
+                f"packet of namespace {namespace!r:.200} reached the rows of "
+                f"{self.end.namespace!r}; equal ids there are other samples: check edge, replica "
+                "and dataset"
+            )
+        if packet.rows is not None and packet.meta.get("rows") != self.end.row_format.name:
+            raise CodecError(
+                f"the sender keeps {packet.meta.get('rows')!r:.40} rows, this end keeps "
+                f"{self.end.row_format.name!r}: they would drift apart; set `rows` alike at both"
+            )
+
+    def _check_sum(self, rows: RowMarks, draft: Draft) -> None:
+        if rows.checksum is not None and (own := draft.checksum()) != rows.checksum:
+            raise NeedCold(
+                f"checksum of the new rows is {own:08x} here, {rows.checksum:08x} at the sender",
+                tuple(sorted(set(rows.ids))),
+            )
