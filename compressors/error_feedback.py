@@ -102,8 +102,8 @@ class ErrorFeedback:
             for row, length in zip(lost, keys.lengths):
                 row[length:] = 0
         # An infinite gradient is the loss scaler's affair; its residual would never leave again.
-        finite = lost.isfinite()
-        if not bool(finite.all()):
+        if not bool(lost.sum().isfinite()):
+            finite = lost.isfinite()
             self._num_dropped += int(lost.numel() - finite.sum())
             lost = torch.where(finite, lost, 0.0)
         return lost.cpu()

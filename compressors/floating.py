@@ -69,10 +69,12 @@ class Bf16(Floating):
 def narrow_to(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
     """The tensor in `dtype`, and how many finite values were too large and got clipped."""
     narrow = tensor.to(dtype)
-    infinite = narrow.isinf()
-    if not bool(infinite.any()):
-        return narrow, 0
-    clipped = infinite & tensor.isfinite()
     largest = torch.finfo(dtype).max
+    if not tensor.numel():
+        return narrow, 0
+    low, high = tensor.aminmax()
+    if -largest <= low and high <= largest:  # false if any is NaN
+        return narrow, 0
+    clipped = narrow.isinf() & tensor.isfinite()
     narrow = torch.where(clipped, tensor.sign().to(dtype) * largest, narrow)
     return narrow, int(clipped.sum())

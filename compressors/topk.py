@@ -53,10 +53,10 @@ class TopK(Stateless):
         shape = tuple(tensor.shape)
         num, size = shape[0], math.prod(shape[1:])
         k = self._num_kept(size)
-        flat = _without_padding(tensor.detach(), keys).to(torch.float32).reshape(num, size)
-        kept = _largest(flat, k) if num and k else torch.zeros_like(flat, dtype=torch.bool)
-        values, _ = narrow_to(flat[kept], VALUES[self.values])
-        positions = np.flatnonzero(kept.cpu().numpy())
+        flat = _without_padding(tensor.detach(), keys).to("cpu", torch.float32).reshape(num, size)
+        positions = _largest(flat, k) if num and k else np.empty(0, dtype=np.int64)
+        chosen = flat.reshape(-1)[torch.from_numpy(positions)]
+        values, _ = narrow_to(chosen, VALUES[self.values])
         return Packet(
             codec=self.name,
             shape=shape,
@@ -168,17 +168,20 @@ def _stated_count(packet: Packet) -> int:
     return packet.shape[0] * k
 
 
-def _largest(flat: Tensor, k: int) -> Tensor:
-    """Mask of the k largest magnitudes of each row; of equal ones those that come first.
+def _largest(flat: Tensor, k: int) -> _Positions:
+    """Positions of the k largest magnitudes of each row; of equal ones those that come first.
 
     The bits of |x| order like integers, NaN above infinity: a NaN is sent, not hidden.
     """
-    order = flat.abs().view(torch.int32)
-    threshold = order.kthvalue(flat.shape[1] - k + 1, dim=1, keepdim=True).values
-    above = order > threshold
-    equal = order == threshold
-    missing = k - above.sum(dim=1, keepdim=True)
-    return above | (equal & (equal.cumsum(dim=1) <= missing))
+    order = flat.abs().view(torch.int32).numpy()
+    size = order.shape[1]
+    threshold = np.partition(order, size - k, axis=1)[:, size - k]
+    kept = order >= threshold[:, None]
+    excess = kept.sum(axis=1) - k
+    for row in np.flatnonzero(excess):
+        equal = np.flatnonzero(order[row] == threshold[row])
+        kept[row, equal[-excess[row] :]] = False
+    return np.flatnonzero(kept)
 
 
 def _without_padding(tensor: Tensor, keys: SampleKeys) -> Tensor:
