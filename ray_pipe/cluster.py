@@ -80,7 +80,8 @@ class StageActors:
     """The actors of one pipeline. Leaving the block ends them."""
 
     def __init__(self, num_stages: int, *, replica: int = 0) -> None:
-        num_gpus = 1.0 if ray.cluster_resources().get("GPU", 0) >= num_stages else 0.0
+        resources: Any = ray.cluster_resources  # untyped in ray
+        num_gpus = 1.0 if resources().get("GPU", 0) >= num_stages else 0.0
         run = ray.get_runtime_context().get_job_id()
         self.handles = [
             remote_stage(

@@ -1,211 +1,221 @@
-"""The training loop on one screen: feed, run, collect, record.
+"""A run from start to end: connect, train each arm, write what was found.
 
 Path: ray_pipe.run -> ray_pipe.driver -> ray_pipe.data
-
-Each stage gets one call a step, a step ahead, so that the driver's distance never sits in the
-critical path; stages exchange tensors among themselves. The driver watches, and on the first
-failure aborts the survivors and says who failed and why.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import sys
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-
-from compressors.registry import CodecSpec
-from netsim.topology import Topology
-from ray_pipe.cluster import StageActors
-from ray_pipe.config import CodecConfig, RunConfig
-from ray_pipe.data import Order
-from ray_pipe.errors import StageDied, TrainingError
-from ray_pipe.workload import Workload
-from stages.actor import StageSpec
-from stages.optim import OptimSpec, lr_at
-from stages.plan import StepPlan
+from compressors import kernels
+from netsim.units import show_bandwidth
+from ray_pipe.arms import ArmSummary, compare, summarize
+from ray_pipe.cluster import StageActors, connect
+from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
+from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
+from ray_pipe.pipeline import TRANSPORTS, Pipeline
+from ray_pipe.planner.cost import Prediction, measure_costs, predict
+from ray_pipe.plans import Arm, arms_of
+from ray_pipe.progress import Observer
+from ray_pipe.report import write_report
+from ray_pipe.report_figure import write_loss_figure
+from ray_pipe.timeline import write_trace
+from ray_pipe.workload import Workload, gpt_workload
 from stages.record import StepRecord
-from stages.stage import StageAborted
+from stages.rehearsal import StageCosts
 
-AHEAD = 2
-"""Steps in flight: the running one and the next."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One codec's training run: same seed, order and batches as its siblings."""
-
-    config: RunConfig
-    codec: CodecConfig
-    workload: Workload
-    order: Order
-    num_steps: int
-    topology: Topology
-
-    def plan(self, step: int) -> StepPlan:
-        """What every stage is told about a step: a pure function of the step's number."""
-        optim = self.config.optim
-        coming = self.order.at(step + 1) if step + 1 < self.num_steps else ()
-        return StepPlan(
-            step=step,
-            micro_batches=self.order.at(step),
-            schedule=self.config.pipeline.schedule,
-            lr=lr_at(
-                step,
-                lr=optim.lr,
-                warmup_steps=optim.warmup_steps,
-                num_steps=self.num_steps,
-                decay=optim.decay,
-                min_ratio=optim.min_lr_ratio,
-            ),
-            coming=tuple(sample for micro_batch in coming for sample in micro_batch),
-            deadline_s=self.config.deadline_s,
-        )
-
-    def specs(self, *, epoch_s: float) -> list[StageSpec]:
-        """What each actor needs to become its stage of this arm."""
-        config, codec = self.config, self.codec
-        optim = config.optim
-        builders = self.workload.stage_builders(config.pipeline.stages)
-        return [
-            StageSpec(
-                index=index,
-                num_stages=len(builders),
-                build=build,
-                loss=self.workload.loss if index == len(builders) - 1 else None,
-                optim=OptimSpec(
-                    name=optim.name,
-                    weight_decay=optim.weight_decay,
-                    clip=optim.clip,
-                    beta1=optim.beta1,
-                    beta2=optim.beta2,
-                    eps=optim.eps,
-                    momentum=optim.momentum,
-                ),
-                activation_codec=codec_spec(codec, codec.forward_name, codec.fw_bits, config.seed),
-                gradient_codec=codec_spec(codec, codec.backward_name, codec.bw_bits, config.seed),
-                topology=self.topology,
-                dataset=self.workload.samples.digest,
-                recompute=config.pipeline.recompute,
-                precision=config.pipeline.precision,
-                seed=config.seed,
-                epoch_s=epoch_s,
-            )
-            for index, build in enumerate(builders)
-        ]
+RESULTS_SCHEMA = 1
+DEADLINE_STEPS = 10
+"""A stage waits this many predicted steps for its neighbour before it gives up."""
 
 
-def codec_spec(codec: CodecConfig, name: str, bits: int, seed: int) -> CodecSpec:
-    """One direction's codec as the registry understands it."""
-    return CodecSpec(
-        name=name,
-        bits=bits,
-        grid=codec.grid,
-        group=codec.group,
-        rounding=codec.rounding,
-        first_visit_bits=codec.first_visit_bits,
-        rows=codec.rows,
-        density=codec.density,
-        cap_bytes=codec.memory_cap,
-        spill_dir=codec.spill_dir,
-        checksum=codec.checksum,
-        seed=seed,
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run leaves behind."""
+
+    results: dict[str, Any]
+    path: Path
+    summaries: list[ArmSummary]
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Weights and optimizer of each stage of the last arm."""
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """One arm while and after it is trained."""
+
+    arm: Arm
+    prediction: Prediction | None
+    meter: ArmMeter
+    records: list[StepRecord] = field(default_factory=list)
+
+    def summary(self) -> ArmSummary:
+        """The arm as far as it came; its final loss is the mean of its last epoch."""
+        window = min(self.arm.order.steps_per_epoch, max(1, self.arm.num_steps))
+        predicted = self.prediction.step_s if self.prediction else None
+        return summarize(self.meter, final_window=window, predicted_step_s=predicted)
+
+
+def run(config: RunConfig, observer: Observer, workload: Workload | None = None) -> Outcome:
+    """Train every arm of a validated `config` and write `runs/<name>/`.
+
+    Raises a `RayPipeError` with the reason. Stopped or failed, it still writes what it has.
+    """
+    observer.on_start(_plan_of(config))
+    observer.on_phase("reading the data")
+    work = workload or gpt_workload(config)
+    check_corpus(config, len(work.samples))
+    if workload is None:
+        check_memory(config, len(work.samples), _available_bytes())
+    for text in check_repeat_visits(config, len(work.samples)):
+        observer.on_warning(text)
+
+    path = Path(config.out) / config.name
+    path.mkdir(parents=True, exist_ok=True)
+    trained: list[Trained] = []
+    states: list[dict[str, Any]] = []
+    epoch_s = time.time()
+    arms = arms_of(config, work)
+    with MetricsFile(path / "metrics.jsonl") as sink:
+        try:
+            observer.on_phase("starting Ray")
+            with connect(config.address):
+                observer.on_phase(f"starting {config.pipeline.stages} stages")
+                with StageActors(config.pipeline.stages) as actors:
+                    for index, arm in enumerate(arms):
+                        pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
+                        trained.append(one)
+                        observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                        train(pipeline, one, observer.on_step)
+                        observer.on_arm_end(one.summary().as_dict())
+                    states = pipeline.state_dicts()
+        finally:
+            summaries = compare([one.summary() for one in trained if one.meter.rows])
+            results = results_of(config, summaries, trained)
+            write_all(path, results, trained)
+    observer.on_end(results, path)
+    return Outcome(results=results, path=path, summaries=summaries, states=states)
+
+
+def prepare(
+    actors: StageActors, arm: Arm, observer: Observer, *, sink: MetricsFile, epoch_s: float
+) -> tuple[Pipeline, Trained]:
+    """Set the stages up for an arm, measure their costs, and predict the step time."""
+    observer.on_phase(f"preparing {arm.name}: building stages, measuring their costs")
+    pipeline = TRANSPORTS[arm.config.pipeline.transport](actors, arm, epoch_s=epoch_s)
+    costs, sample_shape = measure_costs(pipeline)
+    num_cores = pipeline.infos[0]["num_cores"]
+    prediction = predict(arm, costs, sample_shape, num_cores=num_cores)
+    deadline_s = max(arm.deadline_s, DEADLINE_STEPS * prediction.step_s)
+    pipeline.arm = replace(arm, deadline_s=deadline_s)
+    meter = ArmMeter(arm.name, sink=sink)
+    return pipeline, Trained(arm=pipeline.arm, prediction=prediction, meter=meter)
+
+
+def train(
+    pipeline: Pipeline, one: Trained, on_step: Callable[[str, Mapping[str, Any]], None]
+) -> None:
+    """The training loop: the stages work, the driver notes what they did."""
+    for records in pipeline.train():
+        row = one.meter.add(records)
+        one.records.extend(records)
+        on_step(one.arm.name, row.as_dict())
+
+
+def results_of(
+    config: RunConfig, summaries: Sequence[ArmSummary], trained: Sequence[Trained]
+) -> dict[str, Any]:
+    """The object of results.json."""
+    return {
+        "schema": RESULTS_SCHEMA,
+        "name": config.name,
+        "config": config.to_dict(),
+        "native": kernels.core() == "native",
+        "arms": [summary.as_dict() for summary in summaries],
+        "limits": limits_of(trained),
+        "environment": environment(),
+        "command": shlex.join(["python", "-m", "ray_pipe.run", *sys.argv[1:]]),
+    }
+
+
+def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
+    """What physics allows: how much longer the fp32 arm's links work than compute takes."""
+    by_arm = {one.arm.name: one.prediction for one in trained if one.prediction is not None}
+    limits: dict[str, Any] = {
+        "arms": {
+            name: {
+                "link_to_compute": prediction.link_to_compute,
+                "compute_step_s": prediction.compute_step_s,
+                "costs": [vars_of(costs) for costs in prediction.costs],
+            }
+            for name, prediction in by_arm.items()
+        }
+    }
+    plain = by_arm.get("fp32")
+    if plain is not None:
+        limits["link_to_compute"] = plain.link_to_compute
+        limits["compute_step_s"] = plain.compute_step_s
+        limits["max_speedup"] = plain.step_s / plain.compute_step_s
+    return limits
+
+
+def vars_of(costs: StageCosts) -> dict[str, Any]:
+    """Measured costs as plain numbers."""
+    return {"phases": dict(costs.phases), "push_s": costs.push_s, "deliver_s": costs.deliver_s}
+
+
+def write_all(path: Path, results: Mapping[str, Any], trained: Sequence[Trained]) -> None:
+    """Everything that a run leaves in its folder."""
+    rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
+    records = {one.arm.name: one.records for one in trained if one.records}
+    (path / "results.json").write_text(to_json(results, indent=1), encoding="utf-8")
+    if not records:
+        return
+    write_trace(path / "trace.json", records)
+    write_report(path / "report.html", results, rows=rows, steps=records)
+    write_loss_figure(path / "loss_vs_time.png", results["arms"])
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on besides the configuration."""
+    import ray
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": ray.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "core": kernels.core(),
+        "machine": platform.machine(),
+    }
+
+
+def _plan_of(config: RunConfig) -> dict[str, Any]:
+    pipeline, size = config.pipeline, config.model.size
+    rate = config.network.topology or show_bandwidth(config.network.bandwidth_bps)
+    text = (
+        f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context}) "
+        f"in {pipeline.stages} stages over {rate} links; {pipeline.micro_batches} micro-batches of "
+        f"{pipeline.micro_batch_size}, {pipeline.schedule}"
     )
+    return {
+        "text": text,
+        "name": config.name,
+        "bandwidth_bps": config.network.bandwidth_bps,
+        "arms": [arm.name for arm in config.arms],
+        "stages": config.pipeline.stages,
+        "model": config.model.name,
+    }
 
 
-class Pipeline:
-    """The stages of one arm, ready to train."""
-
-    def __init__(self, actors: StageActors, arm: Arm, *, epoch_s: float) -> None:
-        self.arm = arm
-        self.handles = actors.handles
-        samples = ray.put(arm.workload.samples)
-        self.infos: list[dict[str, Any]] = ray.get(
-            [
-                handle.setup.remote(spec, samples)
-                for handle, spec in zip(self.handles, arm.specs(epoch_s=epoch_s), strict=True)
-            ]
-        )
-
-    def train(self) -> Any:
-        """Run the arm; yields the stages' records of each step."""
-        running: deque[tuple[int, dict[Any, int]]] = deque()
-        for step in range(self.arm.num_steps):
-            running.append((step, self._start(self.arm.plan(step))))
-            if len(running) == AHEAD:
-                yield self._collect(*running.popleft())
-        while running:
-            yield self._collect(*running.popleft())
-
-    def _start(self, plan: StepPlan) -> dict[Any, int]:
-        ref = ray.put(plan)
-        return {handle.run_step.remote(ref): index for index, handle in enumerate(self.handles)}
-
-    def _collect(self, step: int, refs: dict[Any, int]) -> list[StepRecord]:
-        records: list[StepRecord] = []
-        waiting = dict(refs)
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1)
-            for ref in ready:
-                index = waiting.pop(ref)
-                try:
-                    records.append(ray.get(ref))
-                except RayError as error:
-                    raise self._failure(step, {index: error}, waiting) from error
-        return sorted(records, key=lambda record: record.stage)
-
-    def _failure(
-        self, step: int, errors: dict[int, RayError], waiting: dict[Any, int]
-    ) -> TrainingError:
-        """Abort the survivors, hear all of them out, and name the failure that came first."""
-        first = next(iter(errors))
-        for handle in self.handles:
-            handle.abort.remote(f"stage {first} failed in step {step}")
-        ready, _ = (
-            ray.wait(list(waiting), num_returns=len(waiting), timeout=3.0) if waiting else ([], [])
-        )
-        for ref in ready:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                errors[waiting[ref]] = error
-        return name_failure(step, errors)
-
-
-def name_failure(step: int, errors: dict[int, RayError]) -> TrainingError:
-    """The root of several failures: a death before an error, an error before an abort."""
-
-    def rank(item: tuple[int, RayError]) -> int:
-        error = item[1]
-        if isinstance(error, RayActorError):
-            return 0
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        return 2 if isinstance(cause, StageAborted) else 1
-
-    index, error = min(errors.items(), key=rank)
-    if isinstance(error, RayActorError):
-        return StageDied(index, step, _death(error))
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return TrainingError(f"stage {index} failed in step {step}: {type(cause).__name__}: {cause}")
-
-
-def _death(error: RayActorError) -> str:
-    text = " ".join(str(error).split())
-    for mark in ("Worker unexpectedly exits", "exit type", "worker died"):
-        if mark in text:
-            return "its process ended unexpectedly (killed, or out of memory)"
-    return text[:300]
-
-
-def collect_all(records: Sequence[Sequence[StepRecord]]) -> list[StepRecord]:
-    """All records of an arm in one list, for the trace."""
-    return [record for step in records for record in step]
-
-
-def now_s() -> float:
-    """The run's origin of time."""
-    return time.time()
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,54 +15,30 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
-from torch import nn
 
-from compressors.registry import CodecSpec
+from compressors import kernels
 from netsim.loop_thread import LoopThread
-from netsim.topology import Topology
 from stages.assembly import assemble
+from stages.by_hand import StageByHand
 from stages.compute import Compute
+from stages.digest import source_digest
 from stages.lanes import Recorder, ThreadLane
-from stages.loss import LossFn
-from stages.optim import OptimSpec
+from stages.measure import measure_stage
 from stages.plan import StepPlan
 from stages.record import StepRecord
+from stages.spec import StageSpec
 from stages.stage import Lanes, Stage
 
 log = logging.getLogger("ray_pipe")
 
 INLINE_NBYTES = 100 * 1024
 """Ray sends arguments up to this size with the call; larger ones go through the object store."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpec:
-    """All that an actor needs to become a stage of an arm."""
-
-    index: int
-    num_stages: int
-    build: Callable[[], nn.Module]
-    loss: LossFn | None
-    optim: OptimSpec
-    activation_codec: CodecSpec
-    gradient_codec: CodecSpec
-    topology: Topology
-    dataset: str
-    """Digest of the data: rows of one set never serve another."""
-
-    replica: int = 0
-    recompute: bool = False
-    precision: str = "fp32"
-    seed: int = 0
-    epoch_s: float = 0.0
-    """`time.time()` at the start of the run: spans of all stages are counted from it."""
 
 
 class Courier:
@@ -106,6 +82,7 @@ class StageActor:
         self._loop = LoopThread(name=f"stage-{index}")
         self._peers: dict[int, Any] = {}
         self._stage: Stage | None = None
+        self._device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
         self._recorder = Recorder()
         self._lanes = Lanes(
             receive=ThreadLane("receive", self._recorder),
@@ -121,39 +98,96 @@ class StageActor:
         """Learn the actors of the other stages."""
         self._peers = peers
 
-    def setup(self, spec: StageSpec, samples: Any) -> dict[str, Any]:
+    def setup(self, spec: StageSpec, samples: Any, transport: str = "push") -> dict[str, Any]:
         """Become a stage; whatever this actor was before is forgotten."""
-        device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
+        self._spec, self._samples = spec, samples
         compute = Compute(
             spec.build(),
             optim=spec.optim,
             loss=spec.loss,
             recompute=spec.recompute,
             precision=spec.precision,
-            device=device,
+            device=self._device,
         )
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()
         self._recorder.drain()
-        self._stage = self._loop.submit(self._assemble(spec, compute, samples)).result()
+        self._stage = self._loop.submit(self._assemble(compute, transport)).result()
+        self.hand = StageByHand(self._stage, self._loop)
         return {
             "pid": os.getpid(),
-            "device": device,
+            "node": ray.get_runtime_context().get_node_id(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "device": self._device,
+            "core": kernels.core(),
+            "source": source_digest(),
             "num_parameters": sum(p.numel() for p in compute.parameters),
         }
 
-    async def _assemble(self, spec: StageSpec, compute: Compute, samples: Any) -> Stage:
+    async def _assemble(self, compute: Compute, transport: str) -> Stage:
         def deliver_to(target: int) -> Callable[[Any], None]:
+            if transport == "refs":
+                return lambda frame: self.hand.arrived(frame)
             return lambda frame: self._courier.push(self._peers[target], target, frame)
 
         return assemble(
-            spec,
+            self._spec,
             compute=compute,
-            samples=samples,
+            samples=self._samples,
             lanes=self._lanes,
             recorder=self._recorder,
             deliver_to=deliver_to,
         )
+
+    def measure(self, ids: tuple[int, ...], source: Any) -> tuple[dict[str, float], Any]:
+        """CPU seconds of this stage's pieces of work, and its output for the next stage."""
+        tensor = None if source is None else torch.from_numpy(np.array(source))
+        costs, output = measure_stage(self._spec, self._samples, ids, tensor, device=self._device)
+        return costs, None if output is None else output.cpu().numpy()
+
+    def probe(self, target: int, nbytes: int, count: int) -> tuple[float, float]:
+        """CPU seconds that one message of `nbytes` costs this process and the one it goes to."""
+        peer = self._peers[target]
+        payload: Any = bytes(nbytes) if nbytes <= INLINE_NBYTES else np.zeros(nbytes, np.uint8)
+        before = ray.get(peer.cpu_seconds.remote())
+        start = time.process_time()
+        ray.get([peer.discard.remote(payload) for _ in range(count)])
+        own = time.process_time() - start
+        return own / count, (ray.get(peer.cpu_seconds.remote()) - before) / count
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process so far, all threads."""
+        return time.process_time()
+
+    def discard(self, frame: Any) -> None:
+        """Where probes end."""
+
+    # --- the refs transport: the driver gives every order ---------------------------------
+    # `after` is the token of the call before: a dependency, so that calls run in order.
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Open a step."""
+        self.hand.begin(plan)
+
+    def forward(self, micro_batch: int, frame: Any, after: Any) -> tuple[None, Any]:
+        """One forward pass: (token, frame for the next stage)."""
+        return None, self.hand.forward(micro_batch, frame)
+
+    def backward(self, micro_batch: int, frame: Any, after: Any) -> tuple[None, Any]:
+        """One backward pass: (token, frame for the previous stage)."""
+        return None, self.hand.backward(micro_batch, frame)
+
+    def carry(self, target: int, kind: str, frame: Any) -> Any:
+        """The link: returns the frame when it has arrived."""
+        return self.hand.carry(target, kind, frame)
+
+    def squared_norms(self, after: Any) -> list[float]:
+        """This stage's part of the global norm."""
+        return self.hand.squared_norms()
+
+    def finish_step(self, factor: float, norm: float) -> StepRecord:
+        """Update, commit, record."""
+        return self.hand.finish(factor, norm)
 
     def run_step(self, plan: StepPlan) -> StepRecord:
         """Run one step to its commit."""
@@ -187,15 +221,24 @@ class StageActor:
         return self._stage
 
 
-CONCURRENCY = {"net": 1, "control": 1}
+CONCURRENCY = {"net": 1, "control": 1, "carry": 32}
+GROUPS = {
+    "deliver": "net",
+    "discard": "net",
+    "abort": "control",
+    "ping": "control",
+    "cpu_seconds": "control",
+    "carry": "carry",
+}
 
 
 def remote_stage(index: int, *, name: str, num_gpus: float) -> Any:
     """Start a stage actor. State would be lost by a restart, so Ray must not restart it."""
     cls: Any = type("PipelineStage", (StageActor,), {})
-    for method, group in {"deliver": "net", "abort": "control", "ping": "control"}.items():
+    for method, group in GROUPS.items():
         setattr(cls, method, ray.method(concurrency_group=group)(_own(getattr(StageActor, method))))
-    remote = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
+    decorate: Any = ray.remote  # its stubs do not know concurrency groups
+    remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
     return remote.options(name=name, num_gpus=num_gpus).remote(index)
 
 

@@ -6,32 +6,17 @@ Used by the actor with threads and real links, and by the simulator with costs a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from compressors.base import Compressor
+from compressors.frame import Kind
 from compressors.registry import CodecSpec, make_codec
-from netsim.link import Link
+from netsim.link import Link, LinkLike
 from netsim.shaper import Uplink
-from netsim.topology import Topology
-from stages.ends import Edge, ReceivingEnd, SendingEnd
+from stages.ends import FRAMES, Edge, ReceivingEnd, SendingEnd, WireFormat
 from stages.lanes import Recorder
-from stages.optim import OptimSpec
+from stages.spec import StageSpec
 from stages.stage import Lanes, Stage, Wiring
-
-
-class Place(Protocol):
-    """What `assemble` reads of a stage's specification."""
-
-    index: int
-    num_stages: int
-    replica: int
-    activation_codec: CodecSpec
-    gradient_codec: CodecSpec
-    topology: Topology
-    dataset: str
-    optim: OptimSpec
-    seed: int
-
 
 MakeCodec = Callable[[CodecSpec, tuple[str | int, ...]], Compressor]
 
@@ -40,8 +25,12 @@ def _real_codec(spec: CodecSpec, namespace: tuple[str | int, ...]) -> Compressor
     return make_codec(spec, namespace=namespace)
 
 
+def _plain_link(link: Link) -> LinkLike:
+    return link
+
+
 def assemble(
-    place: Place,
+    spec: StageSpec,
     *,
     compute: Any,
     samples: Any,
@@ -49,46 +38,55 @@ def assemble(
     recorder: Recorder,
     deliver_to: Callable[[int], Callable[[Any], object]],
     codec_for: MakeCodec = _real_codec,
+    wrap_link: Callable[[Link], LinkLike] = _plain_link,
+    wire: WireFormat = FRAMES,
 ) -> Stage:
     """A stage ready to run, wired to every other stage. Must be called on the stage's loop."""
-    index, last = place.index, place.num_stages - 1
-    uplink = Uplink(place.topology.uplink_bps(index))
+    index, last = spec.index, spec.num_stages - 1
+    uplink = Uplink(spec.topology.uplink_bps(index))
     links = {
-        target: Link(
-            place.topology.link(index, target),
-            uplink,
-            deliver_to(target),
-            seed=place.seed * 1009 + index * 31 + target,
-            name=f"{index}->{target}",
+        target: wrap_link(
+            Link(
+                spec.topology.link(index, target),
+                uplink,
+                deliver_to(target),
+                seed=spec.seed * 1009 + index * 31 + target,
+                name=f"{index}->{target}",
+            )
         )
-        for target in range(place.num_stages)
+        for target in range(spec.num_stages)
         if target != index
     }
     wiring = Wiring(links=links)
     stage = Stage(
         index=index,
-        num_stages=place.num_stages,
+        num_stages=spec.num_stages,
         compute=compute,
         samples=samples,
         wiring=wiring,
         lanes=lanes,
         recorder=recorder,
-        clip=place.optim.clip,
-        replica=place.replica,
+        clip=spec.optim.clip,
+        replica=spec.replica,
+        wire=wire,
     )
 
     def codec(edge: Edge) -> Compressor:
-        spec = place.activation_codec if edge.kind == "activation" else place.gradient_codec
-        return codec_for(spec, (edge.kind, edge.name, place.replica, place.dataset))
+        own = spec.activation_codec if edge.kind == "activation" else spec.gradient_codec
+        return codec_for(own, (edge.kind, edge.name, spec.replica, spec.dataset))
 
-    def sending(target: int, kind: str) -> SendingEnd:
-        edge = Edge(source=index, target=target, kind=kind, replica=place.replica)
-        return SendingEnd(edge, codec(edge), links[target], lanes.transmit)
+    def sending(target: int, kind: Kind) -> SendingEnd:
+        edge = Edge(source=index, target=target, kind=kind, replica=spec.replica)
+        return SendingEnd(edge, codec(edge), links[target], lanes.transmit, wire=wire)
 
-    def receiving(source: int, kind: str) -> ReceivingEnd:
-        edge = Edge(source=source, target=index, kind=kind, replica=place.replica)
+    def receiving(source: int, kind: Kind) -> ReceivingEnd:
+        edge = Edge(source=source, target=index, kind=kind, replica=spec.replica)
         return ReceivingEnd(
-            edge, codec(edge), lanes.receive, lambda body: stage.complain(kind, source, body)
+            edge,
+            codec(edge),
+            lanes.receive,
+            lambda body: stage.complain(kind, source, body),
+            wire=wire,
         )
 
     if index > 0:

@@ -122,14 +122,15 @@ class Compute:
         flight = self._in_flight.pop(micro_batch)
         output = flight.output
         if output is None:
-            assert flight.replay is not None and flight.rng is not None
+            assert flight.replay is not None
+            assert flight.rng is not None
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(flight.rng)
                 output = flight.replay()
         if gradient is not None:
             gradient = gradient.to(output.device, output.dtype)
         if output.requires_grad:
-            output.backward(gradient)
+            torch.autograd.backward(output, gradient)
         return flight.source.grad
 
     def squared_norms(self) -> list[float]:

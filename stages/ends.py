@@ -20,10 +20,20 @@ from typing import Any
 from torch import Tensor
 
 from compressors.base import Compressor, DuplicatePacket, NeedCold, Packet, SampleKeys
-from compressors.frame import FrameError, FrameHeader, pack, unpack
-from netsim.link import Link
+from compressors.frame import FrameError, FrameHeader, Kind, pack, unpack
+from netsim.link import LinkLike
 from stages.lanes import Lane
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireFormat:
+    """How a packet becomes a frame; the simulator has one of its own."""
+
+    pack: Callable[[FrameHeader, Packet | None], Any] = pack
+    unpack: Callable[[Any], tuple[FrameHeader, Packet | None]] = unpack
+
+
+FRAMES = WireFormat()
 LETTER = {"activation": "F", "gradient": "B"}
 
 
@@ -37,7 +47,7 @@ class Edge:
 
     source: int
     target: int
-    kind: str  # "activation" or "gradient"
+    kind: Kind
     replica: int = 0
 
     @property
@@ -58,7 +68,16 @@ class Sent:
 class SendingEnd:
     """Encodes and sends in the order of `send` calls."""
 
-    def __init__(self, edge: Edge, codec: Compressor, link: Link, lane: Lane) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        codec: Compressor,
+        link: LinkLike,
+        lane: Lane,
+        *,
+        wire: WireFormat = FRAMES,
+    ) -> None:
+        self._wire = wire
         self.edge = edge
         self.codec = codec
         self._link = link
@@ -83,7 +102,7 @@ class SendingEnd:
                 return True
         return False
 
-    def encode(self, item: Sent) -> bytes:
+    def encode(self, item: Sent) -> Any:
         """One frame, its number taken in the order of encoding: the receiver decodes in it."""
         return self._frame(item, self.codec.encode(item.tensor, keys=item.keys))
 
@@ -97,16 +116,16 @@ class SendingEnd:
         self.codec.abort()
         self._sent.clear()
 
-    async def _transmit(self, item: Sent, encode: Callable[[Sent], bytes]) -> None:
+    async def _transmit(self, item: Sent, encode: Callable[[Sent], Any]) -> None:
         name = f"{LETTER[self.edge.kind]}{item.micro_batch}"
         frame = await self._lane.run("encode", name, item.micro_batch, encode, item)
         self._link.send(frame, kind=self.edge.kind)
 
-    def _encode_cold(self, item: Sent) -> bytes:
+    def _encode_cold(self, item: Sent) -> Any:
         resend = getattr(self.codec, "resend_cold", self.codec.encode)
         return self._frame(item, resend(item.tensor, keys=item.keys))
 
-    def _frame(self, item: Sent, packet: Packet) -> bytes:
+    def _frame(self, item: Sent, packet: Packet) -> Any:
         seq, self._seq = self._seq, self._seq + 1
         self._sent[seq] = item
         body: dict[str, Any] = {} if item.keys.lengths is None else {"n": list(item.keys.lengths)}
@@ -120,7 +139,7 @@ class SendingEnd:
             seq=seq,
             body=body,
         )
-        return pack(header, packet)
+        return self._wire.pack(header, packet)
 
 
 @dataclass(slots=True)
@@ -139,8 +158,15 @@ class ReceivingEnd:
     """Unpacks and decodes as frames arrive; `take` gives the tensor of a micro-batch."""
 
     def __init__(
-        self, edge: Edge, codec: Compressor, lane: Lane, complain: Callable[[dict[str, Any]], None]
+        self,
+        edge: Edge,
+        codec: Compressor,
+        lane: Lane,
+        complain: Callable[[dict[str, Any]], None],
+        *,
+        wire: WireFormat = FRAMES,
     ) -> None:
+        self._wire = wire
         self.edge = edge
         self.codec = codec
         self._lane = lane
@@ -207,11 +233,11 @@ class ReceivingEnd:
                 future.set_exception(error)
                 future.exception()  # read, so that nobody warns about it
 
-    def decode(self, frame: Any) -> Tensor:
+    def decode(self, frame: Any) -> Received:
         """Unpack and decode one frame at once, for the transport that passes refs."""
-        _, packet = unpack(frame)
+        header, packet = self._wire.unpack(frame)
         assert packet is not None
-        return self.codec.decode(packet)
+        return self.codec.decode(packet), _lengths(header)
 
     async def _receive(self) -> None:
         while True:
@@ -237,7 +263,7 @@ class ReceivingEnd:
         if frame is None:
             due, self._early = self._early, []
         else:
-            due.append(unpack(frame))
+            due.append(self._wire.unpack(frame))
         arrivals = []
         for header, packet in due:
             if header.step > self._step:
@@ -272,8 +298,7 @@ class ReceivingEnd:
         if future.done() or key in self._taken:
             self._note(f"{self._what(header.step, header.micro_batch)}: arrived twice")
             return
-        lengths = header.body.get("n")
-        future.set_result((arrival.tensor, tuple(lengths) if lengths is not None else None))
+        future.set_result((arrival.tensor, _lengths(header)))
 
     def _nack(self, seq: int) -> None:
         self.num_nacks += 1
@@ -289,3 +314,8 @@ class ReceivingEnd:
 
     def _note(self, text: str) -> None:
         self.events.append(f"edge {self.edge.name}: {text}")
+
+
+def _lengths(header: FrameHeader) -> tuple[int, ...] | None:
+    lengths = header.body.get("n")
+    return None if lengths is None else tuple(lengths)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +34,11 @@ class OptimSpec:
 
 def make_optimizer(spec: OptimSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The torch optimizer of one stage; the learning rate comes with each step's plan."""
-    matrices, vectors = [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for parameter in parameters:
         (matrices if parameter.dim() >= 2 else vectors).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": spec.weight_decay},
         {"params": vectors, "weight_decay": 0.0},  # norms and biases are not decayed
     ]

@@ -20,17 +20,16 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compressors.base import SampleKeys
-from compressors.frame import FrameError, FrameHeader, pack, unpack
-from netsim.link import Link
+from compressors.frame import FrameError, FrameHeader
+from netsim.link import LinkLike
 from stages.compute import Compute
-from stages.ends import ReceivingEnd, SendingEnd, StageTimeout
+from stages.ends import FRAMES, Received, ReceivingEnd, SendingEnd, StageTimeout, WireFormat
 from stages.lanes import Lane, Recorder
 from stages.loss import count_targets
 from stages.optim import clip_factor
 from stages.plan import StepPlan
 from stages.record import Span, StepRecord
 from stages.schedule import actions_of
-
 
 SMALL_NBYTES = 4096
 """Frames up to this size are looked into on the loop, to see control messages at once."""
@@ -50,7 +49,7 @@ class Samples(Protocol):
 class Wiring:
     """What joins a stage to its neighbours; None where there is no neighbour."""
 
-    links: Mapping[int, Link]
+    links: Mapping[int, LinkLike]
     """By target stage; control messages go to any stage, tensors to neighbours."""
 
     activation_in: ReceivingEnd | None = None
@@ -60,6 +59,9 @@ class Wiring:
 
     def receiving(self) -> list[ReceivingEnd]:
         return [end for end in (self.activation_in, self.gradient_in) if end is not None]
+
+    def ends(self) -> list[ReceivingEnd | SendingEnd]:
+        return [*self.receiving(), *self.sending()]
 
     def sending(self) -> list[SendingEnd]:
         return [end for end in (self.activation_out, self.gradient_out) if end is not None]
@@ -89,7 +91,9 @@ class Stage:
         recorder: Recorder,
         clip: float,
         replica: int = 0,
+        wire: WireFormat = FRAMES,
     ) -> None:
+        self.wire = wire
         self.index = index
         self.num_stages = num_stages
         self.compute = compute
@@ -142,14 +146,15 @@ class Stage:
         """Open the step: frames of it may be decoded from now on."""
         self._loss = 0.0
         self._num_tokens = self._num_items = 0
-        if self.is_last and self._samples is not None and self.compute.loss is not None:
+        if self.is_last and self.compute.loss is not None:
+            assert self._samples is not None
             for ids in plan.micro_batches:
                 targets = self._samples.batch(ids).targets
                 self._num_items += count_targets(self.compute.loss, targets)
             self._num_tokens = self._num_items
-        for end in self.wiring.receiving():
-            end.begin(plan.step)
-        for end in (*self.wiring.receiving(), *self.wiring.sending()):
+        for receiving in self.wiring.receiving():
+            receiving.begin(plan.step)
+        for end in self.wiring.ends():
             prefetch = getattr(end.codec, "prefetch", None)
             if prefetch is not None and plan.coming:
                 prefetch(plan.coming)
@@ -157,15 +162,15 @@ class Stage:
     def abort(self, why: str) -> None:
         """End the running step and leave no trace of it (called on the loop)."""
         error = StageAborted(f"stage {self.index} was told to stop: {why}")
-        for end in self.wiring.receiving():
-            end.fail(error)
+        for receiving in self.wiring.receiving():
+            receiving.fail(error)
         for future in self._control.values():
             if not future.done():
                 future.set_exception(error)
                 future.exception()
         if self._running is not None:
             self._running.cancel(str(error))
-        for end in (*self.wiring.receiving(), *self.wiring.sending()):
+        for end in self.wiring.ends():
             end.abort()
         self._control.clear()
         self.compute.abort()
@@ -174,7 +179,7 @@ class Stage:
         """A frame arrived (called on the loop; returns at once)."""
         if len(frame) <= SMALL_NBYTES:
             try:
-                header, _ = unpack(frame)
+                header, _ = self.wire.unpack(frame)
             except FrameError:
                 pass  # the receiving end will say so and ask again
             else:
@@ -219,6 +224,7 @@ class Stage:
             "forward", f"F{micro_batch}", micro_batch, self.forward, plan, micro_batch, source
         )
         if self.wiring.activation_out is not None:
+            assert output is not None
             keys = self.keys(plan, micro_batch)
             sends.create_task(self.wiring.activation_out.send(plan.step, micro_batch, output, keys))
 
@@ -230,6 +236,7 @@ class Stage:
             "backward", f"B{micro_batch}", micro_batch, self.compute.backward, micro_batch, gradient
         )
         if self.wiring.gradient_out is not None:
+            assert sent_back is not None
             keys = self.keys(plan, micro_batch)
             sends.create_task(
                 self.wiring.gradient_out.send(plan.step, micro_batch, sent_back, keys)
@@ -268,12 +275,18 @@ class Stage:
             remember=plan.train,
         )
 
+    def note_lengths(self, end: ReceivingEnd, micro_batch: int, received: Received) -> Tensor:
+        """Padding is known to the first stage only; it travels with the activations."""
+        tensor, lengths = received
+        if end is self.wiring.activation_in:
+            self._lengths[micro_batch] = lengths
+        return tensor
+
     async def _take(self, end: ReceivingEnd, plan: StepPlan, micro_batch: int) -> Tensor:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        tensor, lengths = await end.take(plan.step, micro_batch, deadline_s=plan.deadline_s)
-        if end is self.wiring.activation_in:
-            self._lengths[micro_batch] = lengths
+        received = await end.take(plan.step, micro_batch, deadline_s=plan.deadline_s)
+        tensor = self.note_lengths(end, micro_batch, received)
         forward = end is self.wiring.activation_in
         phase, letter = ("wait_forward", "F") if forward else ("wait_backward", "B")
         self.recorder.add(phase, f"{letter}{micro_batch}", micro_batch, start, loop.time())
@@ -305,7 +318,7 @@ class Stage:
     def finish(self, plan: StepPlan, factor: float) -> None:
         """Update and commit: from here on the step has happened."""
         self.compute.update(lr=plan.lr, factor=factor)
-        for end in (*self.wiring.receiving(), *self.wiring.sending()):
+        for end in self.wiring.ends():
             end.commit()
 
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
@@ -360,11 +373,14 @@ class Stage:
 
     def _codec_stats(self) -> dict[str, dict[str, float]]:
         stats: dict[str, dict[str, float]] = {}
-        for end in self.wiring.sending():
-            stats[end.edge.name] = {**end.codec.stats(), "resent": float(end.num_resent)}
-        for end in self.wiring.receiving():
-            if end.num_nacks:
-                stats.setdefault(end.edge.name, {})["nacks"] = float(end.num_nacks)
+        for sending in self.wiring.sending():
+            stats[sending.edge.name] = {
+                **sending.codec.stats(),
+                "resent": float(sending.num_resent),
+            }
+        for receiving in self.wiring.receiving():
+            if receiving.num_nacks:
+                stats.setdefault(receiving.edge.name, {})["nacks"] = float(receiving.num_nacks)
         return stats
 
     # --- control messages -------------------------------------------------------------------
@@ -380,7 +396,7 @@ class Stage:
             seq=0,
             body=body,
         )
-        self.wiring.links[target].send(pack(header, None), kind="control")
+        self.wiring.links[target].send(self.wire.pack(header, None), kind="control")
 
     async def _hear(self, op: str, plan: StepPlan, source: int) -> dict[str, Any]:
         future = self._expect(op, plan.step)

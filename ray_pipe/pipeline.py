@@ -1,0 +1,219 @@
+"""A pipeline of stage actors: give it an arm, get the records of each step.
+
+Path: ray_pipe.driver -> ray_pipe.pipeline -> stages.actor
+
+`push` ships each stage one plan a step, a step ahead, so that the driver's distance never sits in
+the critical path. `refs` is its dull twin: the driver orders every pass and hands frames on as
+object refs. Both train to the same bits. The driver watches every call; on the first failure it
+aborts the survivors, hears them out, and says who failed and why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from compressors import kernels
+from ray_pipe.cluster import StageActors
+from ray_pipe.errors import ClusterError, StageDied, TrainingError
+from ray_pipe.plans import Arm
+from stages.digest import source_digest
+from stages.optim import clip_factor
+from stages.plan import StepPlan
+from stages.record import StepRecord
+from stages.schedule import Action, actions_of
+from stages.stage import StageAborted
+
+AHEAD = 2
+"""Steps in flight: the running one and the next."""
+
+ABORT_TIMEOUT_S = 3.0
+Records = list[StepRecord]
+
+
+class Pipeline:
+    """The stages of one arm, ready to train, stages pushing to each other."""
+
+    transport = "push"
+
+    def __init__(self, actors: StageActors, arm: Arm, *, epoch_s: float) -> None:
+        self.arm = arm
+        self.handles = actors.handles
+        samples = ray.put(arm.workload.samples)
+        calls = {
+            handle.setup.remote(spec, samples, self.transport): spec.index
+            for handle, spec in zip(self.handles, arm.specs(epoch_s=epoch_s), strict=True)
+        }
+        self.infos: list[dict[str, Any]] = self._gather(calls, step=0)
+        refuse_other_source(self.infos)
+
+    def train(self) -> Iterator[Records]:
+        """Run the arm; yields the records of each step, in order."""
+        running: deque[tuple[int, dict[Any, int]]] = deque()
+        for step in range(self.arm.num_steps):
+            running.append((step, self._start(self.arm.plan(step))))
+            if len(running) == AHEAD:
+                yield self._collect(*running.popleft())
+        while running:
+            yield self._collect(*running.popleft())
+
+    def evaluate(self, plan: StepPlan) -> Records:
+        """Forward passes only, uncompressed; nothing that training remembers is touched."""
+        return self._collect(plan.step, self._start(plan))
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Weights and optimizer of each stage."""
+        states: list[dict[str, Any]] = ray.get([h.state_dict.remote() for h in self.handles])
+        return states
+
+    def _start(self, plan: StepPlan) -> dict[Any, int]:
+        return {handle.run_step.remote(plan): index for index, handle in enumerate(self.handles)}
+
+    def _collect(self, step: int, calls: dict[Any, int]) -> Records:
+        records: Records = self._gather(calls, step=step)
+        return sorted(records, key=lambda record: record.stage)
+
+    def _gather(self, calls: dict[Any, int], *, step: int) -> list[Any]:
+        """The results of one call to each stage, in stage order; raises the first failure."""
+        results: dict[int, Any] = {}
+        waiting = dict(calls)
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1)
+            index = waiting.pop(ready[0])
+            try:
+                results[index] = ray.get(ready[0])
+            except RayError as error:
+                raise self._failure(step, {index: error}, waiting) from error
+        return [results[index] for index in sorted(results)]
+
+    def _failure(
+        self, step: int, errors: dict[int, RayError], waiting: dict[Any, int]
+    ) -> TrainingError:
+        first = next(iter(errors))
+        for handle in self.handles:
+            handle.abort.remote(f"stage {first} failed in step {step}")
+        if waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ABORT_TIMEOUT_S)
+            for ref in ready:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    errors[waiting[ref]] = error
+        return name_failure(step, errors)
+
+
+class RefsPipeline(Pipeline):
+    """The dull twin: the driver orders each pass and passes the frames on."""
+
+    transport = "refs"
+
+    def train(self) -> Iterator[Records]:
+        for step in range(self.arm.num_steps):
+            yield self.run_step(self.arm.plan(step))
+
+    def evaluate(self, plan: StepPlan) -> Records:
+        return self.run_step(plan)
+
+    def run_step(self, plan: StepPlan) -> Records:
+        """Every pass of one step, then norm, clip, update."""
+        num_stages = len(self.handles)
+        token: list[Any] = [handle.begin_step.remote(plan) for handle in self.handles]
+        frames: dict[tuple[int, Action], Any] = {}
+        for stage, action in _in_order(plan, num_stages):
+            handle = self.handles[stage]
+            method = handle.forward if action.kind == "F" else handle.backward
+            frame = frames.pop((stage, action), None)
+            name = f"{action} s{stage}"
+            token[stage], out = method.options(num_returns=2, name=name).remote(
+                action.micro_batch, frame, token[stage]
+            )
+            target = stage + 1 if action.kind == "F" else stage - 1
+            if 0 <= target < num_stages:
+                kind = "activation" if action.kind == "F" else "gradient"
+                carry = handle.carry.options(name=f"{action} {stage}->{target}")
+                frames[target, action] = carry.remote(target, kind, out)
+        factor, norm = 1.0, 0.0
+        if plan.train:
+            calls = {
+                handle.squared_norms.remote(token[index]): index
+                for index, handle in enumerate(self.handles)
+            }
+            squares = [square for own in self._gather(calls, step=plan.step) for square in own]
+            norm, factor = clip_factor(squares, clip=self.arm.config.optim.clip)
+        ends = {handle.finish_step.remote(factor, norm): i for i, handle in enumerate(self.handles)}
+        return self._collect(plan.step, ends)
+
+
+def _in_order(plan: StepPlan, num_stages: int) -> Iterator[tuple[int, Action]]:
+    """All actions of a step, each after what it needs: an order in which calls can be given."""
+    rows = [
+        actions_of(
+            plan.schedule,
+            stage=stage,
+            num_stages=num_stages,
+            num_micro_batches=len(plan.micro_batches),
+        )
+        for stage in range(num_stages)
+    ]
+    done: set[tuple[int, Action]] = set()
+    cursor = [0] * num_stages
+    while any(cursor[stage] < len(row) for stage, row in enumerate(rows)):
+        for stage, row in enumerate(rows):
+            if cursor[stage] == len(row):
+                continue
+            action = row[cursor[stage]]
+            source = stage - 1 if action.kind == "F" else stage + 1
+            if 0 <= source < num_stages and (source, action) not in done:
+                continue
+            done.add((stage, action))
+            cursor[stage] += 1
+            yield stage, action
+
+
+TRANSPORTS: dict[str, type[Pipeline]] = {"push": Pipeline, "refs": RefsPipeline}
+
+
+def refuse_other_source(infos: list[dict[str, Any]]) -> None:
+    """Every worker must run the driver's code and the same core, or bits would differ."""
+    own, core = source_digest(), kernels.core()
+    for index, info in enumerate(infos):
+        if info["source"] != own:
+            raise ClusterError(
+                f"stage {index} runs other source than the driver (digest {info['source']}, here "
+                f"{own}); install the same version of ray_pipe on every node"
+            )
+        if info["core"] != core:
+            raise ClusterError(
+                f"stage {index} runs the {info['core']} core, the driver the {core} core; install "
+                "the same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
+            )
+
+
+def name_failure(step: int, errors: dict[int, RayError]) -> TrainingError:
+    """The root of several failures: a death before an error, an error before an abort."""
+
+    def rank(item: tuple[int, RayError]) -> int:
+        if isinstance(item[1], RayActorError):
+            return 0
+        return 2 if isinstance(_cause(item[1]), StageAborted) else 1
+
+    index, error = min(errors.items(), key=rank)
+    if isinstance(error, RayActorError):
+        return StageDied(index, step, _death(error))
+    cause = _cause(error)
+    return TrainingError(f"stage {index} failed in step {step}: {type(cause).__name__}: {cause}")
+
+
+def _cause(error: RayError) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _death(error: RayActorError) -> str:
+    text = " ".join(str(error).split())
+    if "unexpectedly" in text or "SYSTEM_ERROR" in text:
+        return "its process ended unexpectedly (killed from outside, crashed, or out of memory)"
+    return text[:300]

@@ -1,0 +1,140 @@
+"""An arm of a run as data: who does what in each step. Pure functions of configuration and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compressors.registry import CodecSpec
+from netsim.topology import Topology
+from ray_pipe.config import CodecConfig, RunConfig
+from ray_pipe.data import Order
+from ray_pipe.workload import Workload
+from stages.optim import OptimSpec, lr_at
+from stages.plan import StepPlan
+from stages.spec import StageSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One codec's training run: same seed, order and batches as its siblings."""
+
+    config: RunConfig
+    codec: CodecConfig
+    workload: Workload
+    topology: Topology
+    order: Order
+    num_steps: int
+    deadline_s: float = 60.0
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    def plan(self, step: int) -> StepPlan:
+        """What every stage is told about a step."""
+        optim = self.config.optim
+        coming = self.order.at(step + 1) if step + 1 < self.num_steps else ()
+        return StepPlan(
+            step=step,
+            micro_batches=self.order.at(step),
+            schedule=self.config.pipeline.schedule,
+            lr=lr_at(
+                step,
+                lr=optim.lr,
+                warmup_steps=optim.warmup_steps,
+                num_steps=self.num_steps,
+                decay=optim.decay,
+                min_ratio=optim.min_lr_ratio,
+            ),
+            coming=tuple(sample for micro_batch in coming for sample in micro_batch),
+            deadline_s=self.deadline_s,
+        )
+
+    def specs(self, *, epoch_s: float = 0.0) -> list[StageSpec]:
+        """What each actor needs to become its stage of this arm."""
+        config, codec = self.config, self.codec
+        builders = self.workload.stage_builders(config.pipeline.stages)
+        return [
+            StageSpec(
+                index=index,
+                num_stages=len(builders),
+                build=build,
+                loss=self.workload.loss if index == len(builders) - 1 else None,
+                optim=optim_spec(config),
+                activation_codec=codec_spec(codec, codec.forward_name, codec.fw_bits, config.seed),
+                gradient_codec=codec_spec(codec, codec.backward_name, codec.bw_bits, config.seed),
+                topology=self.topology,
+                dataset=self.workload.samples.digest,
+                recompute=config.pipeline.recompute,
+                precision=config.pipeline.precision,
+                seed=config.seed,
+                epoch_s=epoch_s,
+            )
+            for index, build in enumerate(builders)
+        ]
+
+
+def arms_of(config: RunConfig, workload: Workload) -> list[Arm]:
+    """The arms of a run, in the order they are trained."""
+    pipeline, network = config.pipeline, config.network
+    order = Order(
+        num_samples=len(workload.samples),
+        micro_batches=pipeline.micro_batches,
+        micro_batch_size=pipeline.micro_batch_size,
+        seed=config.seed,
+    )
+    if network.topology is not None:
+        topology = Topology.load(network.topology, pipeline.stages)
+    else:
+        topology = Topology.uniform(
+            pipeline.stages,
+            network.bandwidth_bps,
+            network.latency_s,
+            network.jitter_s,
+            network.loss_rate,
+        )
+    num_steps = config.steps or (config.epochs or 1) * order.steps_per_epoch
+    return [
+        Arm(
+            config=config,
+            codec=codec,
+            workload=workload,
+            topology=topology,
+            order=order,
+            num_steps=num_steps,
+            deadline_s=config.deadline_s,
+        )
+        for codec in config.arms
+    ]
+
+
+def optim_spec(config: RunConfig) -> OptimSpec:
+    """The optimizer as the stages understand it."""
+    optim = config.optim
+    return OptimSpec(
+        name=optim.name,
+        weight_decay=optim.weight_decay,
+        clip=optim.clip,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        momentum=optim.momentum,
+    )
+
+
+def codec_spec(codec: CodecConfig, name: str, bits: int, seed: int) -> CodecSpec:
+    """One direction's codec as the registry understands it."""
+    return CodecSpec(
+        name=name,
+        bits=bits,
+        grid=codec.grid,
+        group=codec.group,
+        rounding=codec.rounding,
+        first_visit_bits=codec.first_visit_bits,
+        rows=codec.rows,
+        density=codec.density,
+        cap_bytes=codec.memory_cap,
+        spill_dir=codec.spill_dir,
+        checksum=codec.checksum,
+        seed=seed,
+    )

@@ -1,0 +1,106 @@
+"""A stage moved one action at a time by the driver: the dull twin of `Stage.run`.
+
+In the `refs` transport the driver calls every forward and backward pass itself and hands the
+frames on as object refs, so Ray's timeline shows each of them. Codecs, frames, links and
+arithmetic are those of the stage; only who gives the orders differs, so losses agree to the bit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+from netsim.loop_thread import LoopThread
+from stages.ends import LETTER, ReceivingEnd, SendingEnd, Sent
+from stages.lanes import Lane
+from stages.plan import StepPlan
+from stages.record import StepRecord
+from stages.stage import Stage
+
+
+class StageByHand:
+    """Calls may come from any thread; each does one thing and returns."""
+
+    def __init__(self, stage: Stage, loop: LoopThread) -> None:
+        self._stage = stage
+        self._loop = loop
+        self._plan: StepPlan | None = None
+        self._start = 0.0
+        self._carried: dict[int, concurrent.futures.Future[None]] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        """Open a step."""
+        self._plan = plan
+        self._start = self._loop.loop.time()
+        self._stage.begin(plan)
+
+    def forward(self, micro_batch: int, frame: Any) -> Any:
+        """Decode, compute, encode; the frame for the next stage, or None at the end."""
+        stage, plan = self._stage, self.plan
+        source = self._decode(stage.wiring.activation_in, micro_batch, frame)
+        output = self._run(
+            stage.lanes.compute, "forward", f"F{micro_batch}", micro_batch,
+            stage.forward, plan, micro_batch, source,
+        )  # fmt: skip
+        return self._encode(stage.wiring.activation_out, micro_batch, output)
+
+    def backward(self, micro_batch: int, frame: Any) -> Any:
+        """Decode, compute, encode; the frame for the previous stage, or None at the start."""
+        stage = self._stage
+        gradient = self._decode(stage.wiring.gradient_in, micro_batch, frame)
+        sent_back = self._run(
+            stage.lanes.compute, "backward", f"B{micro_batch}", micro_batch,
+            stage.compute.backward, micro_batch, gradient,
+        )  # fmt: skip
+        return self._encode(stage.wiring.gradient_out, micro_batch, sent_back)
+
+    def carry(self, target: int, kind: str, frame: Any) -> Any:
+        """Let the link to `target` carry a frame; returns it when it would have arrived."""
+        arrived: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._carried[id(frame)] = arrived
+        self._loop.call_soon(lambda: self._stage.wiring.links[target].send(frame, kind=kind))
+        arrived.result()
+        return frame
+
+    def arrived(self, frame: Any) -> None:
+        """The link's end: wakes the `carry` of that frame."""
+        self._carried.pop(id(frame)).set_result(None)
+
+    def squared_norms(self) -> list[float]:
+        """This stage's part of the global gradient norm."""
+        return self._stage.compute.squared_norms()
+
+    def finish(self, factor: float, norm: float) -> StepRecord:
+        """Update, commit, and tell what happened."""
+        stage, plan = self._stage, self.plan
+        if plan.train:
+            self._run(stage.lanes.compute, "update", "update", -1, stage.finish, plan, factor)
+
+        async def record() -> StepRecord:
+            return stage.record(plan, self._start, norm)
+
+        return self._loop.submit(record()).result()
+
+    @property
+    def plan(self) -> StepPlan:
+        assert self._plan is not None
+        return self._plan
+
+    def _decode(self, end: ReceivingEnd | None, micro_batch: int, frame: Any) -> Any:
+        if end is None:
+            return None
+        received = self._run(
+            self._stage.lanes.receive, "decode", LETTER[end.edge.kind], micro_batch,
+            end.decode, frame,
+        )  # fmt: skip
+        return self._stage.note_lengths(end, micro_batch, received)
+
+    def _encode(self, end: SendingEnd | None, micro_batch: int, tensor: Any) -> Any:
+        if end is None:
+            return None
+        item = Sent(self.plan.step, micro_batch, tensor, self._stage.keys(self.plan, micro_batch))
+        name = f"{LETTER[end.edge.kind]}{micro_batch}"
+        return self._run(self._stage.lanes.transmit, "encode", name, micro_batch, end.encode, item)
+
+    def _run(self, lane: Lane, *args: Any) -> Any:
+        return self._loop.submit(lane.run(*args)).result()

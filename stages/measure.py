@@ -1,0 +1,100 @@
+"""What one stage's single pieces of work cost on this machine, in CPU seconds.
+
+Measured on a copy of the stage that is thrown away, so training is not touched. CPU time, not
+wall time: other stages may be using the same cores, and the simulator shares cores by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressors.base import SampleKeys
+from compressors.frame import FrameHeader, pack, unpack
+from compressors.registry import CodecSpec, make_codec
+from stages.compute import Compute
+from stages.loss import count_targets
+from stages.spec import StageSpec
+
+REPEATS = 5
+
+
+def measure_stage(
+    spec: StageSpec, samples: Any, ids: tuple[int, ...], source: Tensor | None, *, device: str
+) -> tuple[dict[str, float], Tensor | None]:
+    """Cost by phase for a micro-batch of `ids`, and this stage's output for the next one."""
+    compute = Compute(
+        spec.build(),
+        optim=spec.optim,
+        loss=spec.loss,
+        recompute=spec.recompute,
+        precision=spec.precision,
+        device=device,
+    )
+    batch = samples.batch(ids)
+    inputs = batch.inputs if source is None else source
+    last = spec.index == spec.num_stages - 1
+    times: dict[str, list[float]] = {}
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+
+    def timed(phase: str, work: Callable[[], Any]) -> Any:
+        start = time.thread_time()
+        result = work()
+        times.setdefault(phase, []).append(time.thread_time() - start)
+        return result
+
+    def forward() -> Tensor | None:
+        if not last:
+            return compute.forward(
+                0, samples.batch(ids).inputs if source is None else inputs, ids=ids
+            )
+        targets = samples.batch(ids).targets
+        assert spec.loss is not None
+        num_items = count_targets(spec.loss, targets)
+        compute.forward_loss(0, inputs, targets, ids=ids, num_items=num_items)
+        return None
+
+    for _ in range(REPEATS):
+        output = timed("forward", forward)
+        back = None if output is None else torch.full_like(output, 1e-4)
+        gradient = timed("backward", partial(compute.backward, 0, back))
+        timed("update", compute.squared_norms)
+        timed("update", partial(compute.update, lr=0.0, factor=1.0))
+
+    if not last:
+        assert output is not None
+        _measure_codec(times, spec.activation_codec, output, ids)
+    if spec.index > 0 and gradient is not None:
+        _measure_codec(times, spec.gradient_codec, gradient, ids)
+    costs = {phase: median(values) for phase, values in times.items()}
+    costs["update"] = sum(times["update"][2:]) / len(times["update"][2:])
+    return costs, output
+
+
+def _measure_codec(
+    times: dict[str, list[float]], spec: CodecSpec, tensor: Tensor, ids: tuple[int, ...]
+) -> None:
+    sender = make_codec(spec, namespace=("measure",))
+    receiver = make_codec(spec, namespace=("measure",))
+    header = FrameHeader(kind="activation", source=0, target=1, step=0)
+    keys = SampleKeys(ids=ids)
+    for repeat in range(REPEATS):
+        start = time.thread_time()
+        frame = pack(header, sender.encode(tensor, keys=keys))
+        encoded = time.thread_time()
+        packet = unpack(frame)[1]
+        assert packet is not None
+        receiver.decode(packet)
+        decoded = time.thread_time()
+        sender.commit()
+        receiver.commit()
+        if repeat:  # the first visit is cold
+            times.setdefault("encode", []).append(encoded - start)
+            times.setdefault("decode", []).append(decoded - encoded)

@@ -1,0 +1,265 @@
+"""All stages of a pipeline in one process and in virtual time: the same code without Ray.
+
+With real tensors it is a test bench: every stage, codec, frame and link as in earnest, and an
+hour of waiting in milliseconds. With costs instead of tensors it is the simulator that predicts
+the step time of a run: the stages run their real action lists over the real links, and only the
+arithmetic is replaced by its price on cores that the stages share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from compressors.base import Packet, SampleKeys, Stateless
+from compressors.frame import FrameHeader, frame_nbytes
+from compressors.registry import CodecSpec, make_codec
+from netsim.link import LinkLike
+from netsim.simulate import Cores
+from netsim.simulate import Lane as SharedLane
+from stages.assembly import assemble
+from stages.ends import WireFormat
+from stages.lanes import Recorder
+from stages.plan import StepPlan
+from stages.record import StepRecord
+from stages.spec import StageSpec
+from stages.stage import Lanes, Stage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """CPU seconds of one stage's single pieces of work."""
+
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """By phase (`stages.record.PHASES`); one that is missing costs nothing."""
+
+    push_s: float = 0.0
+    """Of sending one message through Ray, at the sender."""
+
+    deliver_s: float = 0.0
+    """Of receiving it."""
+
+
+class CostLane:
+    """A lane whose work takes its price on shared cores, then happens at once."""
+
+    def __init__(self, cores: Cores, costs: StageCosts, recorder: Recorder) -> None:
+        self._lane = SharedLane(cores)
+        self._costs = costs
+        self._recorder = recorder
+
+    async def run(
+        self, phase: str, name: str, micro_batch: int, work: Callable[..., T], *args: object
+    ) -> T:
+        start, end = await self._lane.work(self._costs.phases.get(phase, 0.0))
+        self._recorder.add(phase, name, micro_batch, start, end)
+        return work(*args)
+
+
+@dataclass(kw_only=True)
+class LocalPipeline:
+    """Stages joined by links in one event loop. Must be built and used inside `run_virtual`."""
+
+    specs: Sequence[StageSpec]
+    compute_of: Callable[[int], Any]
+    samples: Any
+    costs: Sequence[StageCosts] = ()
+    num_cores: float = 1e9
+    wrap_link: Callable[[Any], LinkLike] | None = None
+    """Puts something (faults) around each link."""
+
+    codec_for: Callable[..., Any] | None = None
+    wire: WireFormat | None = None
+    stages: list[Stage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cores = Cores(self.num_cores)
+        costs = list(self.costs) or [StageCosts()] * len(self.specs)
+        self._costs = costs
+        self.stages = []
+        self._deliveries: set[asyncio.Task[None]] = set()
+        self._order: dict[tuple[int, int], asyncio.Lock] = {}
+        for spec, own in zip(self.specs, costs, strict=True):
+            recorder = Recorder()
+            lanes = Lanes(
+                receive=CostLane(self._cores, own, recorder),
+                compute=CostLane(self._cores, own, recorder),
+                transmit=CostLane(self._cores, own, recorder),
+            )
+            options: dict[str, Any] = {}
+            if self.codec_for is not None:
+                options["codec_for"] = self.codec_for
+            if self.wire is not None:
+                options["wire"] = self.wire
+            if self.wrap_link is not None:
+                options["wrap_link"] = self.wrap_link
+            self.stages.append(
+                assemble(
+                    spec,
+                    compute=self.compute_of(spec.index),
+                    samples=self.samples,
+                    lanes=lanes,
+                    recorder=recorder,
+                    deliver_to=self._deliver_from(spec.index),
+                    **options,
+                )
+            )
+
+    async def run(self, plans: Iterable[StepPlan]) -> list[list[StepRecord]]:
+        """Run all steps as the driver does: each stage starts the next when it is done."""
+        plans = list(plans)
+
+        async def work(stage: Stage) -> list[StepRecord]:
+            return [await stage.run(plan) for plan in plans]
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work(stage)) for stage in self.stages]
+        return [list(step) for step in zip(*(task.result() for task in tasks), strict=True)]
+
+    def _deliver_from(self, source: int) -> Callable[[int], Callable[[Any], None]]:
+        def to(target: int) -> Callable[[Any], None]:
+            price = self._costs[source].push_s + self._costs[target].deliver_s
+            if price == 0.0:
+                return lambda frame: self.stages[target].on_frame(source, frame)
+            lane = SharedLane(self._cores)
+
+            async def carry(frame: Any) -> None:
+                await lane.work(price)
+                self.stages[target].on_frame(source, frame)
+
+            def deliver(frame: Any) -> None:
+                task = asyncio.create_task(carry(frame))
+                self._deliveries.add(task)
+                task.add_done_callback(self._deliveries.discard)
+
+            return deliver
+
+        return to
+
+
+# --- costs instead of tensors ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor that has nothing but a shape."""
+
+    shape: tuple[int, ...]
+
+
+class SizeOnlyCodec(Stateless):
+    """Packets of the size that the real codec would make, filled with nothing."""
+
+    name = "size-only"
+    _zeros = memoryview(bytes(1 << 20))
+
+    def __init__(self, spec: CodecSpec) -> None:
+        self._real = make_codec(spec, namespace=("simulated",))
+
+    def encode(self, tensor: Any, *, keys: SampleKeys) -> Packet:
+        nbytes = self.estimate_nbytes(tensor.shape)
+        parts = [self._zeros] * (nbytes // len(self._zeros))
+        parts.append(self._zeros[: nbytes % len(self._zeros)])
+        return Packet(codec=self.name, shape=tensor.shape, parts=tuple(parts))
+
+    def decode(self, packet: Packet) -> Any:
+        return Shape(packet.shape)
+
+    def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
+        return self._real.estimate_nbytes(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedFrame:
+    """A frame that was never packed, with its exact size."""
+
+    header: FrameHeader
+    packet: Packet | None
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+def _pack_size(header: FrameHeader, packet: Packet | None) -> Any:
+    return SizedFrame(header, packet, frame_nbytes(header, packet))
+
+
+def _unpack_size(frame: SizedFrame) -> tuple[FrameHeader, Packet | None]:
+    return frame.header, frame.packet
+
+
+SIZES_ONLY = WireFormat(pack=_pack_size, unpack=_unpack_size)
+
+
+class PricedCompute:
+    """What `Compute` offers to a stage, without arithmetic."""
+
+    loss = None
+
+    def __init__(self, output_shape: tuple[int, ...], num_parameters: int = 1) -> None:
+        self._shape = output_shape
+        self._num_parameters = num_parameters
+        self._sizes: dict[int, int] = {}
+
+    def forward(self, micro_batch: int, source: Any, *, ids: Any, train: bool = True) -> Shape:
+        self._sizes[micro_batch] = len(ids)
+        return Shape((len(ids), *self._shape))
+
+    def forward_loss(
+        self, micro_batch: int, source: Any, target: Any, *, ids: Any, num_items: int, train: bool
+    ) -> float:
+        self._sizes[micro_batch] = len(ids)
+        return 0.0
+
+    def backward(self, micro_batch: int, gradient: Any) -> Shape:
+        return Shape((self._sizes[micro_batch], *self._shape))
+
+    def squared_norms(self) -> list[float]:
+        return [0.0] * self._num_parameters
+
+    def update(self, *, lr: float, factor: float) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class PricedSamples:
+    """Stands for the data of the first and last stage."""
+
+    @dataclass(frozen=True, slots=True)
+    class _Batch:
+        inputs: Any = None
+        targets: Any = None
+        lengths: None = None
+
+    def batch(self, ids: tuple[int, ...]) -> Any:
+        return self._Batch(inputs=Shape((len(ids),)))
+
+
+def simulate(
+    specs: Sequence[StageSpec],
+    plans: Sequence[StepPlan],
+    *,
+    costs: Sequence[StageCosts],
+    sample_shape: tuple[int, ...],
+    num_cores: float,
+) -> Any:
+    """A coroutine for `run_virtual`: the records that the stages would return, at those costs."""
+
+    async def main() -> list[list[StepRecord]]:
+        pipeline = LocalPipeline(
+            specs=specs,
+            compute_of=lambda index: PricedCompute(sample_shape),
+            samples=PricedSamples(),
+            costs=costs,
+            num_cores=num_cores,
+            codec_for=lambda spec, namespace: SizeOnlyCodec(spec),
+            wire=SIZES_ONLY,
+        )
+        return await pipeline.run(plans)
+
+    return main()

@@ -1,0 +1,36 @@
+"""What a process needs to know to become one stage of one arm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from compressors.registry import CodecSpec
+from netsim.topology import Topology
+from stages.loss import LossFn
+from stages.optim import OptimSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage of one arm: the same record in an actor, in a test and in the simulator."""
+
+    index: int
+    num_stages: int
+    build: Callable[[], nn.Module]
+    loss: LossFn | None
+    optim: OptimSpec
+    activation_codec: CodecSpec
+    gradient_codec: CodecSpec
+    topology: Topology
+    dataset: str
+    """Digest of the data: rows of one set never serve another."""
+
+    replica: int = 0
+    recompute: bool = False
+    precision: str = "fp32"
+    seed: int = 0
+    epoch_s: float = 0.0
+    """`time.time()` at the start of the run: spans of all stages are counted from it."""
