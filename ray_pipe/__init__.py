@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ray_pipe.errors import (
         ClusterError,
         ConfigError,
+        DataError,
         RayPipeError,
         StageDied,
         TrainingError,
@@ -42,6 +43,7 @@ _HOMES = {
     "ray_pipe.errors": (
         "ClusterError",
         "ConfigError",
+        "DataError",
         "RayPipeError",
         "StageDied",
         "TrainingError",
@@ -54,6 +56,7 @@ __all__ = [
     "CodecConfig",
     "ConfigError",
     "DataConfig",
+    "DataError",
     "ModelConfig",
     "NetworkConfig",
     "OptimConfig",

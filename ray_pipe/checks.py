@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,11 @@ def check_data_source(source: str) -> None:
             ) from None
 
 
-def check_folder(path: str, *, flag: str) -> None:
+def _may_write(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def check_folder(path: str, *, flag: str, may_write: Callable[[Path], bool] = _may_write) -> None:
     """The folder can be written to, or be made. Makes nothing."""
     folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
@@ -145,7 +150,7 @@ def check_folder(path: str, *, flag: str) -> None:
     there = folder
     while not there.exists():
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not there.is_dir() or not may_write(there):
         raise ConfigError(
             f"{flag} {path}: cannot be written, {there} is not writable for this account; "
             f"choose another folder with {flag}."

@@ -1,0 +1,617 @@
+"""The configuration: what it reads, what it refuses, and what it says when it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ray_pipe
+from ray_pipe.checks import check_folder, memory_need
+from ray_pipe.codec_names import ALIASES, BACKWARD, SUFFIXES, canonical_codec, has_memory
+from ray_pipe.config import (
+    CodecConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    NetworkConfig,
+    OptimConfig,
+    PipelineConfig,
+    RunConfig,
+    check_corpus,
+    check_memory,
+    check_repeat_visits,
+)
+from ray_pipe.errors import StageDied
+from ray_pipe.options import option_docs
+from ray_pipe.settings_file import read_settings, show_settings
+
+SECTIONS = (CodecConfig, DataConfig, ModelConfig, NetworkConfig, OptimConfig, PipelineConfig)
+
+
+def refusal(*given_settings: str) -> str:
+    """What `--set` with these settings is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(name="x").with_overrides(given_settings)
+    return str(caught.value)
+
+
+def refused(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    return str(caught.value)
+
+
+# --- what it reads ---------------------------------------------------------------------------
+
+
+def test_the_defaults_compare_three_arms_for_eight_epochs_at_100_mbps() -> None:
+    config = RunConfig()
+
+    assert [arm.name for arm in config.arms] == ["fp32", "directq", "acsgd"]
+    assert (config.epochs, config.steps) == (8, None)
+    assert config.network.bandwidth_bps == 100e6
+    assert config.pipeline.samples_per_step == 64
+
+
+@pytest.mark.parametrize(
+    ("setting", "section", "option", "value"),
+    [
+        ("codec.fw_bits=2", "codec", "fw_bits", 2),
+        ("codec.fw_bits=2.0", "codec", "fw_bits", 2),
+        ("codec.checksum=yes", "codec", "checksum", True),
+        ("codec.checksum=off", "codec", "checksum", False),
+        ("codec.memory_cap=2GB", "codec", "memory_cap", 2_000_000_000),
+        ("codec.memory_cap=none", "codec", "memory_cap", None),
+        ("codec=topk", "codec", "name", "topk"),
+        ("codec.name=none", "codec", "name", "fp32"),
+        ("codec.name=directq+zstd+ef", "codec", "name", "directq+ef+zstd"),
+        ("network.bandwidth=1.5 Gbit/s", "network", "bandwidth_bps", 1.5e9),
+        ("network.bandwidth=12.5 MB/s", "network", "bandwidth_bps", 100e6),
+        ("network.bandwidth_bps=1e7", "network", "bandwidth_bps", 1e7),
+        ("network.bandwidth=unlimited", "network", "bandwidth_bps", math.inf),
+        ("network.latency=20ms", "network", "latency_s", 0.02),
+        ("network.latency=0", "network", "latency_s", 0.0),
+        ("network.loss_rate=1%", "network", "loss_rate", 0.01),
+        ("optim.lr=3e-4", "optim", "lr", 3e-4),
+        ("pipeline.schedule=1f1b", "pipeline", "schedule", "1f1b"),
+        ("pipeline.batch_size=48", "pipeline", "micro_batch_size", 6),
+        ("model=gpt2", "model", "name", "gpt2"),
+        ("data=book=1.txt", "data", "source", "book=1.txt"),
+    ],
+)
+def test_settings_are_read_with_the_type_and_unit_of_their_option(
+    setting: str, section: str, option: str, value: Any
+) -> None:
+    config = RunConfig(name="x").with_overrides([setting])
+
+    read = getattr(getattr(config, section), option)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_top_level_settings_are_read_too() -> None:
+    config = RunConfig().with_overrides(["deadline=2min", "seed=7", "eval=true", "name=a b"])
+
+    assert (config.deadline_s, config.seed, config.eval, config.name) == (120.0, 7, True, "a b")
+
+
+def test_a_codec_alone_is_one_arm_and_with_compare_it_is_not() -> None:
+    alone = RunConfig.from_dict({"codec": "directq"})
+    both = RunConfig.from_dict({"codec": "topk", "compare": "fp32,topk"})
+
+    assert [arm.name for arm in alone.arms] == ["directq"]
+    assert [arm.name for arm in both.arms] == ["fp32", "topk"]
+
+
+def test_arms_share_everything_but_the_name() -> None:
+    config = RunConfig(codec=CodecConfig(fw_bits=2))
+
+    assert [(arm.name, arm.fw_bits) for arm in config.arms] == [
+        ("fp32", 2),
+        ("directq", 2),
+        ("acsgd", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("acsgd", "acsgd", "directq"),
+        ("acsgd+zstd", "acsgd+zstd", "directq+zstd"),
+        ("acsgd-topk", "acsgd-topk", "topk"),
+        ("acsgd-reference", "acsgd-reference", "reference"),
+        ("fp32", "fp32", "fp32"),
+        ("topk+ef", "topk+ef", "topk+ef"),
+        ("identity", "fp32", "fp32"),
+    ],
+)
+def test_gradients_never_get_a_codec_with_memory(name: str, forward: str, backward: str) -> None:
+    codec = CodecConfig(name=name)
+
+    assert (codec.forward_name, codec.backward_name) == (forward, backward)
+    assert not has_memory(codec.backward_name)
+
+
+def test_steps_take_the_place_of_epochs_and_the_other_way_round() -> None:
+    by_steps = RunConfig().with_overrides(["steps=5"])
+    by_epochs = by_steps.with_overrides(["epochs=3"])
+
+    assert (by_steps.epochs, by_steps.steps) == (None, 5)
+    assert (by_epochs.epochs, by_epochs.steps) == (3, None)
+
+
+def test_the_number_of_steps_counts_whole_batches_only() -> None:
+    assert RunConfig(epochs=3).num_steps(64 * 10 + 63) == 30
+    assert RunConfig(steps=7).num_steps(640) == 7
+
+
+def test_later_layers_beat_earlier_ones() -> None:
+    config = RunConfig.from_layers(
+        [
+            ("run.yaml", {"codec": {"fw_bits": 2, "bw_bits": 6}, "epochs": 2, "seed": 1}),
+            ({"codec.fw_bits": "--fw-bits"}, {"codec.fw_bits": "3", "steps": "9"}),
+            ("--set", {"codec.fw_bits": "5"}),
+        ]
+    )
+
+    assert (config.codec.fw_bits, config.codec.bw_bits, config.seed) == (5, 6, 1)
+    assert (config.epochs, config.steps) == (None, 9)
+
+
+def test_a_made_up_name_says_codec_and_bandwidth_and_follows_them() -> None:
+    config = RunConfig(compare=(), network=NetworkConfig(bandwidth_bps=10e6))
+
+    assert config.name.startswith("acsgd-10Mbps-")
+    assert config.with_overrides(["network.bandwidth=1Gbps"]).name.startswith("acsgd-1Gbps-")
+    assert RunConfig(name="mine").with_overrides(["seed=1"]).name == "mine"
+
+
+def test_a_made_up_name_never_meets_an_old_folder(tmp_path: Path) -> None:
+    config = RunConfig(out=str(tmp_path / "runs"))
+
+    folders = [config.make_folder() for _ in range(3)]
+
+    assert [folder.name.removeprefix(config.name) for folder in folders] == ["", "-2", "-3"]
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_given_name_is_used_again(tmp_path: Path) -> None:
+    config = RunConfig(out=str(tmp_path), name="mine")
+
+    assert config.make_folder() == config.make_folder() == tmp_path / "mine"
+
+
+# --- there and back --------------------------------------------------------------------------
+
+OVERRIDES = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**32 - 1),
+        "steps": st.integers(1, 10**6),
+        "eval": st.booleans(),
+        "codec.name": st.sampled_from([*BACKWARD, "acsgd+zstd", "topk+ef+zstd", "none"]),
+        "codec.fw_bits": st.integers(2, 8),
+        "codec.memory_cap": st.none() | st.integers(1, 2**50).map(lambda n: f"{n}B"),
+        "codec.density": st.floats(1e-6, 1.0),
+        "codec.rows": st.sampled_from(["bf16", "fp32", "int8", "int4", "int2"]),
+        "network.bandwidth_bps": st.floats(1.0, 1e12) | st.just("unlimited"),
+        "network.latency_s": st.floats(0.0, 100.0),
+        "network.loss_rate": st.floats(0.0, 0.5),
+        "optim.lr": st.floats(0.0, 10.0),
+        "model.layers": st.none() | st.integers(1, 100),
+        "data.source": st.text("abc/.=: #'\"-é", min_size=1)
+        .map(str.strip)
+        .filter(lambda text: text.lower() not in ("", "none", "null")),
+    },
+)
+
+
+@settings(max_examples=50)
+@given(OVERRIDES)
+def test_overrides_survive_json_and_yaml(overrides: dict[str, Any]) -> None:
+    config = RunConfig(name="x").with_overrides(f"{k}={v}" for k, v in overrides.items())
+
+    by_json = RunConfig.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False)))
+    by_yaml = RunConfig.from_dict(yaml.safe_load(show_settings(config)))
+
+    assert by_json == config
+    assert by_yaml == config
+
+
+@given(OVERRIDES)
+def test_what_is_not_overridden_stays(overrides: dict[str, Any]) -> None:
+    plain = RunConfig(name="x").to_dict()
+    changed = RunConfig(name="x").with_overrides(f"{k}={v}" for k, v in overrides.items()).to_dict()
+    touched = {*overrides, "epochs", "compare"}
+
+    for section in ("model", "data", "pipeline", "codec", "network", "optim"):
+        for option, value in changed[section].items():
+            if f"{section}.{option}" not in touched:
+                assert value == plain[section][option]
+
+
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_any_other_setting_is_refused_by_name_and_never_crashes(key: str, value: str) -> None:
+    with contextlib.suppress(ConfigError):  # and nothing else
+        RunConfig(name="x").with_overrides([f"{key}={value}"])
+
+
+def test_every_option_has_a_meaning_below_it() -> None:
+    for section in SECTIONS:
+        missing = {f.name for f in dataclasses.fields(section)} - option_docs(section).keys()
+        assert not missing, section
+    sections = {"model", "data", "pipeline", "codec", "network", "optim"}
+    options = {f.name for f in dataclasses.fields(RunConfig) if f.init} - sections
+    assert options <= option_docs(RunConfig).keys()
+
+
+def test_errors_survive_pickling() -> None:
+    died = pickle.loads(pickle.dumps(StageDied(2, 7, "out of memory", "use --stages 2")))
+
+    assert str(died) == "stage 2 died in step 7: out of memory; use --stages 2"
+    assert str(pickle.loads(pickle.dumps(ConfigError("no")))) == "no"
+
+
+def test_the_package_gives_its_names_and_refuses_others() -> None:
+    assert ray_pipe.RunConfig is RunConfig
+    assert set(ray_pipe.__all__) <= set(dir(ray_pipe))
+    with pytest.raises(AttributeError, match="no attribute 'Runconfig'"):
+        ray_pipe.Runconfig  # noqa: B018
+
+
+# --- codec names -----------------------------------------------------------------------------
+
+
+def test_our_page_of_codec_names_is_the_registrys() -> None:
+    from compressors import registry
+
+    assert set(BACKWARD) == set(registry.CODECS)
+    assert registry.ALIASES == ALIASES
+    assert set(registry.SUFFIXES) == set(SUFFIXES)
+    suffixes = ["", "+ef", "+zstd", "+ef+zstd", "+zstd+ef", "+ef+ef", "+lz4"]
+    for base, suffix in itertools.product([*BACKWARD, *ALIASES, "acsg"], suffixes):
+        name = base + suffix
+        try:
+            ours: object = canonical_codec(name)
+        except ConfigError:
+            ours = None
+        try:
+            split_base, split_suffixes = registry.split_name(name)
+            theirs: object = "+".join([split_base, *split_suffixes])
+        except ValueError:
+            theirs = None
+        assert ours == theirs, name
+        if ours is not None:
+            assert has_memory(str(ours)) == registry.needs_repeat_visits(name)
+
+
+# --- what it refuses, and what it says -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("codec.fwbits=2", ["--set codec.fwbits", "did you mean 'fw_bits'?"]),
+        ("fw_bits=2", ["did you mean 'codec.fw_bits'?"]),
+        ("codecs.fw_bits=2", ["did you mean 'codec.fw_bits'?"]),
+        ("model.fw_bits=2", ["there is no option 'fw_bits'"]),
+        ("bandwidth=1Mbps", ["did you mean 'network.bandwidth'?"]),
+        ("sed=1", ["did you mean 'seed'?"]),
+        ("qqqqq=1", ["there is no option 'qqqqq'", "--show-config lists every option"]),
+        ("codec.fw_bits", ["expected key=value", "--set codec.fw_bits=2"]),
+        ("=2", ["expected key=value"]),
+        ("codec.fw_bits=9", ["codec.fw_bits is 9", "at least 1", "at most 8"]),
+        ("codec.bw_bits=0", ["codec.bw_bits is 0", "at least 1", "at most 8"]),
+        ("codec.fw_bits=2.5", ["a whole number", "'2.5'"]),
+        ("codec.fw_bits=two", ["a whole number", "'two'"]),
+        ("codec.fw_bits=inf", ["a whole number", "'inf'"]),
+        ("codec.checksum=maybe", ["true or false", "'maybe'"]),
+        ("codec.first_visit_bits=16", ["is 16", "1 to 8", "32 for full precision"]),
+        ("codec.name=acsg", ["no codec 'acsg'", "did you mean 'acsgd'?", "directq"]),
+        ("codec.name=acsgd+zst", ["+zst", "did you mean 'zstd'?", "+ef and +zstd"]),
+        ("codec.name=acsgd+ef", ["'acsgd+ef'", "leave out +ef"]),
+        ("codec.name=topk+ef+ef", ["+ef twice"]),
+        ("codec.rows=fp16", ["'fp16'", "'bf16', 'fp32', 'int8', 'int4' or 'int2'"]),
+        ("codec.density=0", ["codec.density is 0", "above 0", "at most 1"]),
+        ("codec.memory_cap=5", ["'5'", "'200 MB'"]),
+        ("compare=fp32,foo", ["compare: there is no codec 'foo'", "acsgd"]),
+        ("compare=fp32,fp32", ["'fp32' is listed twice"]),
+        ("network.bandwidth=100", ["'100'", "'100Mbps'", "'12.5 MB/s' (bytes)"]),
+        ("network.bandwidth=100MB", ["'100MB'", "'100Mbps'"]),
+        ("network.bandwidth=0Mbps", ["more than zero"]),
+        ("network.bandwidth_bps=0", ["network.bandwidth_bps is 0", "above 0"]),
+        ("network.latency=5", ["'5'", "'20ms'"]),
+        ("network.loss_rate=0.6", ["network.loss_rate is 0.6", "at most 0.5"]),
+        ("optim.lr=-1", ["optim.lr is -1", "at least 0"]),
+        ("optim.lr=nan", ["optim.lr is nan"]),
+        ("optim.name=adam", ["'adam'", "did you mean 'adamw'?"]),
+        ("pipeline.schedule=1f2b", ["did you mean '1f1b'?", "'gpipe' or '1f1b'"]),
+        ("pipeline.transport=pull", ["'push' or 'refs'"]),
+        ("pipeline.micro_batches=0", ["pipeline.micro_batches is 0", "at least 1"]),
+        ("pipeline.batch_size=30", ["30 samples", "8 micro-batches", "24 or 32"]),
+        ("pipeline.batch_size=4", ["4 samples", "8 micro-batches", "--batch-size 8,"]),
+        ("model=gpt-tny", ["no model 'gpt-tny'", "did you mean 'gpt-tiny'?", "gpt2"]),
+        ("model.heads=3", ["width of 128", "3 heads", "divisor of 128"]),
+        ("model.dropout=1", ["model.dropout is 1", "below 1"]),
+        ("epochs=0", ["epochs is 0", "at least 1"]),
+        ("seed=-1", ["seed is -1", "at least 0"]),
+        ("deadline=0s", ["deadline_s is 0", "above 0"]),
+        ("name=a/b", ["'a/b'", "--out"]),
+        ("name=..", ["'..'", "--out"]),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_number_and_a_way_out(
+    setting: str, parts: list[str]
+) -> None:
+    message = refusal(setting)
+
+    for part in parts:
+        assert part in message
+
+
+def test_steps_and_epochs_together_are_refused_with_both_numbers() -> None:
+    assert "steps=5 and epochs=3 are both given; keep one" in refusal("steps=5", "epochs=3")
+    with pytest.raises(ConfigError, match="steps=5 and epochs=3"):
+        RunConfig(steps=5, epochs=3)
+
+
+def test_batch_size_must_agree_with_micro_batch_size() -> None:
+    message = refusal("pipeline.batch_size=64", "pipeline.micro_batch_size=4")
+
+    assert "--batch-size 64 over 8 micro-batches is 8 samples each" in message
+    assert "--micro-batch-size says 4" in message
+
+
+def test_a_grid_without_levels_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fw_bits is 1, but the symmetric .* at least 2 bits"):
+        CodecConfig(grid="symmetric", fw_bits=1)
+    with pytest.raises(ConfigError, match=r"bw_bits is 1, but the reference .* codec.bw_bits=2"):
+        CodecConfig(name="reference", bw_bits=1)
+    assert CodecConfig(fw_bits=1).fw_bits == 1
+
+
+def test_wrong_types_from_python_are_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"codec.fw_bits needs a whole number, got '4'"):
+        CodecConfig(fw_bits="4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"pipeline.stages needs a whole number, got True"):
+        PipelineConfig(stages=True)
+    assert NetworkConfig(latency_s=1).latency_s == 1.0
+
+
+def test_a_codec_that_no_arm_would_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'topk' but compare lists fp32, directq, acsgd"):
+        RunConfig(codec=CodecConfig(name="topk"))
+
+
+def test_more_stages_than_blocks_are_refused_with_model_number_and_both_ways_out() -> None:
+    message = refused(RunConfig(pipeline=PipelineConfig(stages=5)))
+
+    assert message == (
+        "--stages 5: gpt-tiny has 4 blocks and each stage needs at least one; use --stages 4 or "
+        "fewer, or a deeper model (--set model.layers=5, or --model)."
+    )
+    assert RunConfig(pipeline=PipelineConfig(stages=4)).validate() == []
+    assert RunConfig().with_overrides(["pipeline.stages=5", "model.layers=5"]).validate() == []
+
+
+def test_a_users_own_model_is_counted_by_its_blocks() -> None:
+    config = RunConfig(pipeline=PipelineConfig(stages=4))
+
+    with pytest.raises(ConfigError, match=r"--stages 4: the model has 3 blocks .* --stages 3"):
+        config.validate(num_blocks=3)
+    assert config.validate(num_blocks=4) == []
+
+
+def test_single_pass_with_acsgd_alone_is_refused_and_in_a_comparison_warned_of() -> None:
+    text = (
+        "epochs is 1, so acsgd meets no sample twice and gains nothing; "
+        "use --codec directq for single-pass data, or --epochs 2 and more."
+    )
+
+    assert refused(RunConfig(compare=(), epochs=1)) == text
+    assert RunConfig(epochs=1).validate() == [text]
+    assert RunConfig(compare=("fp32", "directq"), epochs=1).validate() == []
+    assert RunConfig(compare=(), epochs=2).validate() == []
+
+
+def test_steps_that_do_not_come_round_again_are_warned_of() -> None:
+    short, long = RunConfig(steps=10), RunConfig(steps=11)
+
+    assert check_repeat_visits(short, 640) == [
+        "10 steps of 64 samples are no more than one pass over 640 samples, so acsgd meets no "
+        "sample twice and gains nothing; use --codec directq for single-pass data, or more than "
+        "10 steps."
+    ]
+    assert check_repeat_visits(long, 640) == []
+    assert check_repeat_visits(RunConfig(steps=10, compare=("fp32", "directq")), 640) == []
+    assert check_repeat_visits(RunConfig(epochs=8), 640) == []
+
+
+def test_dropout_with_acsgd_is_warned_of() -> None:
+    config = RunConfig(model=ModelConfig(dropout=0.1))
+
+    (warning,) = config.validate()
+    assert "model.dropout is 0.1" in warning
+    assert "model.dropout=0" in warning
+    assert config.with_overrides(["codec=directq"]).validate() == []
+
+
+def test_grids_known_to_hurt_are_warned_of() -> None:
+    three_levels = RunConfig().with_overrides(["codec.grid=symmetric", "codec.fw_bits=2"])
+    diverges = RunConfig().with_overrides(["codec=reference", "codec.bw_bits=3"])
+
+    assert "three levels; codec.grid=signed" in three_levels.validate()[0]
+    assert "codec.bw_bits is 3" in diverges.validate()[0]
+
+
+def test_rows_need_what_the_formula_says() -> None:
+    config = RunConfig()  # gpt-tiny: 128 tokens of 128 channels, 4 stages, bf16
+
+    assert memory_need(config, 1000) == 2 * 3 * 1000 * 128 * 128 * 2
+    assert memory_need(config.with_overrides(["codec.rows=fp32"]), 1000) == 393_216_000
+    assert memory_need(config.with_overrides(["codec.rows=int8"]), 1000) == 6000 * (16384 + 256)
+    assert memory_need(config.with_overrides(["codec.memory_cap=1MB"]), 1000) == 6_000_000
+    assert memory_need(config.with_overrides(["codec=directq"]), 1000) == 0
+    assert memory_need(config.with_overrides(["pipeline.stages=1"]), 1000) == 0
+    assert memory_need(config, 1000, row_elements=10) == 120_000
+
+
+def test_too_little_memory_is_refused_with_the_need_and_the_flags_that_lower_it() -> None:
+    config = RunConfig()
+
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, 1_000_000, 8_000_000_000)
+
+    assert str(caught.value) == (
+        "acsgd remembers 1000000 samples at 6 ends of links and needs 197GB, but only 8GB of "
+        "memory are available; lower it with --set codec.memory_cap=666MB, --set codec.rows=int8, "
+        "--set codec.spill_dir=FOLDER, or --codec directq, which remembers nothing."
+    )
+    check_memory(config, 1_000_000, memory_need(config, 1_000_000))
+    check_memory(config.with_overrides(["codec=directq"]), 1_000_000, 0)
+
+
+def test_the_memory_cap_that_the_message_names_is_enough() -> None:
+    config = RunConfig().with_overrides(["codec.memory_cap=666MB"])
+
+    check_memory(config, 1_000_000, 8_000_000_000)
+
+
+def test_spilled_rows_need_disk_instead_of_memory(tmp_path: Path) -> None:
+    config = RunConfig().with_overrides([f"codec.spill_dir={tmp_path / 'new'}"])
+
+    check_memory(config, 100, 0)
+    with pytest.raises(ConfigError, match=f"are free in {tmp_path}"):
+        check_memory(config, 10**12, 10**18)
+
+
+def test_a_corpus_below_one_batch_is_refused_with_both_numbers() -> None:
+    config = RunConfig()
+
+    with pytest.raises(ConfigError) as caught:
+        check_corpus(config, 63)
+
+    assert str(caught.value) == (
+        "--data pydoc: makes 63 samples of 128 tokens, but one step takes 64 (8 micro-batches of "
+        "8); give more text, or lower --micro-batches, --micro-batch-size or model.context."
+    )
+    check_corpus(config, 64)
+
+
+# --- files and folders -----------------------------------------------------------------------
+
+
+def with_data(source: Path) -> RunConfig:
+    return RunConfig(data=DataConfig(source=str(source)))
+
+
+def test_data_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9 " * 10)
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    (tmp_path / "folder").mkdir()
+
+    assert "there is no such file or folder" in refused(with_data(tmp_path / "none.txt"))
+    assert "or pydoc for the text that comes with Python" in refused(with_data(tmp_path / "x"))
+    message = refused(with_data(latin))
+    assert "not UTF-8 text (byte 3 is 0xe9); convert it" in message
+    assert "the file is empty" in refused(with_data(empty))
+    assert "the folder holds no file" in refused(with_data(tmp_path / "folder"))
+
+
+def test_good_data_passes_even_where_our_look_cuts_a_character(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a" + "é" * 40_000, encoding="utf-8")  # byte 65536 is inside a character
+
+    assert with_data(text).validate() == []
+    assert with_data(tmp_path).validate() == []
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    assert f"--out {file}: is a file; name a folder." in refused(RunConfig(out=str(file)))
+    assert "--out" in refused(RunConfig(out=str(file / "below")))
+    assert RunConfig(out=str(tmp_path / "a" / "b")).validate() == []
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_output_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    out = str(tmp_path / "runs" / "today")
+
+    with pytest.raises(ConfigError) as caught:
+        check_folder(out, flag="--out", may_write=lambda folder: folder != tmp_path)
+
+    assert str(caught.value) == (
+        f"--out {out}: cannot be written, {tmp_path} is not writable for this account; "
+        "choose another folder with --out."
+    )
+
+
+def test_a_topology_is_checked_against_the_stages(tmp_path: Path) -> None:
+    file = tmp_path / "net.yaml"
+    file.write_text("default: {bandwidth: 100Mbps}\nlinks:\n  0->5: {latency: 5ms}\n")
+    config = RunConfig(network=NetworkConfig(topology=str(file)))
+
+    message = refused(config)
+    assert message.startswith("--topology: ")
+    assert "net.yaml" in message
+    assert "5" in message
+    file.write_text("default: {bandwidth: 100Mbps}\nlinks:\n  0->1: {latency: 5ms}\n")
+    assert config.validate() == []
+    assert "--topology" in refused(RunConfig(network=NetworkConfig(topology="none.yaml")))
+
+
+def test_a_bandwidth_that_the_topology_would_hide_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "net.yaml"
+    file.write_text("default: {bandwidth: 100Mbps}\n")
+    network = NetworkConfig(topology=str(file), bandwidth_bps=1e7)
+
+    message = refused(RunConfig(network=network))
+
+    assert "network.bandwidth_bps is 1e+07" in message
+    assert "`bandwidth` under `default:`" in message
+
+
+def test_settings_files_are_read_and_refused_with_the_place(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+
+    file.write_text("codec: {fw_bits: 2}\nnetwork:\n  bandwidth: 10Mbps\npipeline:\n")
+    config = RunConfig.from_dict(read_settings(str(file)))
+    assert (config.codec.fw_bits, config.network.bandwidth_bps) == (2, 10e6)
+
+    file.write_text("")
+    assert read_settings(str(file)) == {}
+    for text, part in [
+        ("codec: {fw_bits: 2\nx: 1", "line 2"),
+        ("- 1", "holds a list instead of settings"),
+        ("\x00", "--config"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=part):
+            read_settings(str(file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_settings(str(file))
+    with pytest.raises(ConfigError, match="cannot be read, No such file"):
+        read_settings(str(tmp_path / "none.yaml"))
+
+
+def test_a_wrong_key_in_a_file_names_the_file() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_layers([("run.yaml", {"codec": {"fwbits": 2}})])
+
+    assert str(caught.value).startswith("run.yaml, codec.fwbits: there is no option 'fwbits'")
