@@ -45,7 +45,10 @@ class ArmSummary:
     """(wall_s, step, loss) of every step."""
 
     stage_s: tuple[StageTime, ...]
-    """Where each stage's time went over the whole arm."""
+    """Where each stage's time went, over the steps whose records had spans."""
+
+    stage_steps: int
+    """How many steps `stage_s` adds up."""
 
     predicted_step_s: float | None = None
     loss_gap: float | None = None
@@ -89,7 +92,7 @@ class ArmSummary:
             "final_window": self.final_window,
             "time_share": shares(self.stage_s) or dict.fromkeys(SHARES),
             "stages": [
-                {"stage": stage, "seconds": time.as_dict()}
+                {"stage": stage, "steps": self.stage_steps, "seconds": time.as_dict()}
                 for stage, time in enumerate(self.stage_s)
             ],
             "links": self.links,
@@ -128,6 +131,7 @@ def summarize(
         bytes_last=round(sum(row.nbytes for row in last) / len(last)) if last else 0,
         losses=tuple((row.wall_s, row.step, row.loss) for row in rows),
         stage_s=tuple(add_times(times[s] for times in seen) for s in range(num_stages)),
+        stage_steps=len(seen) if num_stages else 0,
         codec=rows[-1].codec if rows else {},
     )
 
@@ -178,8 +182,11 @@ def time_to_target(
 
 
 def running_mean(values: Sequence[float | None], *, window: int) -> list[float | None]:
-    """Mean of the last `window` values at each position, of fewer at the start."""
-    return [_mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+    """Mean of the last `window` values at each position; None where there are not as many yet."""
+    return [
+        _mean(values[end - window : end]) if end >= window else None
+        for end in range(1, len(values) + 1)
+    ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

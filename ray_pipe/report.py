@@ -86,7 +86,7 @@ def headline(arms: Sequence[Arm]) -> str:
     if hero is None:
         arm = arms[0]
         return (
-            f"{curves.label(arm)} trained {arm.get('steps', 0):,} steps in "
+            f"{curves.label(arm)} trained {_steps(arm)} in "
             f"{seconds(arm.get('wall_s'))} to a loss of {loss(arm.get('final_loss'))}."
         )
     base = next(arm for arm in arms if arm["name"] == REFERENCE)
@@ -107,8 +107,9 @@ def headline(arms: Sequence[Arm]) -> str:
         )
     if faster is not None and faster > 1:
         return (
-            f"{who} ran {ratio(faster)} faster steps than fp32, but did not reach its final loss "
-            f"in {hero.get('steps', 0):,} steps (gap {loss(hero.get('loss_gap'), sign=True)})."
+            f"{who} ran {ratio(faster)} faster steps than fp32 and ended at "
+            f"{loss(hero.get('loss_gap'), sign=True)} from its final loss, which it did not reach "
+            f"in {_steps(hero)}."
         )
     return (
         f"Compression did not pay here: {who}, the fastest arm, ran at {ratio(faster)} the speed "
@@ -117,13 +118,20 @@ def headline(arms: Sequence[Arm]) -> str:
 
 
 def best_arm(arms: Sequence[Arm]) -> Arm | None:
-    """The arm beside fp32 that reached its final loss first, or was fastest; None without both."""
-    others = [arm for arm in arms if arm["name"] != REFERENCE]
-    if not others or len(others) == len(arms):
-        return None
+    """The arm that reached fp32's final loss soonest; None without fp32 or without others.
 
-    def merit(arm: Arm) -> tuple[float, float]:
-        return (arm.get("time_to_target_speedup") or 0.0, arm.get("speedup") or 0.0)
+    If none reached it: the fastest of those that ended within 1 % of it, else the fastest.
+    """
+    others = [arm for arm in arms if arm["name"] != REFERENCE]
+    base = next((arm for arm in arms if arm["name"] == REFERENCE), None)
+    if base is None or not others:
+        return None
+    allowed = 0.01 * abs(base.get("final_loss") or 0.0)
+
+    def merit(arm: Arm) -> tuple[float, bool, float]:
+        gap = arm.get("loss_gap")
+        close = gap is not None and gap <= allowed
+        return (arm.get("time_to_target_speedup") or 0.0, close, arm.get("speedup") or 0.0)
 
     return max(others, key=merit)
 
@@ -158,6 +166,11 @@ def _cards(arms: Sequence[Arm], hero: Arm | None) -> Markup:
     return tag("div", *cards, class_="cards", aria_label=f"{curves.label(hero)} in numbers")
 
 
+def _steps(arm: Arm) -> str:
+    steps = arm.get("steps") or 0
+    return f"{steps:,} step" if steps == 1 else f"{steps:,} steps"
+
+
 def _card(number: str, text: str) -> Markup:
     return tag("div", tag("b", number), tag("span", text), class_="card")
 
@@ -181,7 +194,8 @@ def _subtitle(name: str, config: Mapping[str, Any]) -> Markup:
     ):
         value = next((v for k, v in flat.items() if k == ending or k.endswith("." + ending)), None)
         if value not in (None, ""):
-            facts.append(text.format(value))
+            words = text.format(value)
+            facts.append(words.removesuffix("s") if value == 1 else words)
     bandwidth = next((v for k, v in flat.items() if k.split(".")[-1] == "bandwidth_bps"), None)
     if isinstance(bandwidth, (int, float)):
         facts.insert(1, f"{three(bandwidth / 1e6)} Mbit/s links")

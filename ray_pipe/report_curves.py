@@ -7,7 +7,8 @@ from typing import Any
 
 from ray_pipe.arms import REFERENCE, running_mean
 from ray_pipe.metrics import StepRow
-from ray_pipe.report_charts import Line, legend, line_chart
+from ray_pipe.report_charts import legend
+from ray_pipe.report_lines import Line, LineChart, line_chart
 from ray_pipe.report_markup import Markup, data, loss, seconds, size, table, tag, three
 from ray_pipe.report_page import ARM_COLORS, arm_color, numbers, section, views
 from ray_pipe.report_scales import Point, thin
@@ -44,25 +45,28 @@ def colors(arms: Sequence[Arm]) -> dict[str, str]:
 def loss_section(arms: Sequence[Arm]) -> Markup:
     """Training loss against wall-clock time, on a linear and on a logarithmic time axis."""
     base = next((arm for arm in arms if arm["name"] == REFERENCE), None)
-    target = base.get("final_loss") if base else None
+    target = base.get("final_loss") if base and len(arms) > 1 else None
     lines = loss_lines(arms, target)
     if not any(line.points for line in lines):
         return Markup("")
+    words = "; ".join(_loss_words(arms))
     charts = [
         line_chart(
             lines,
-            title="Training loss against wall-clock time: " + "; ".join(_loss_words(arms)),
-            x_label="wall-clock time of training",
-            y_label="training loss",
-            target=target,
-            target_text=f"fp32’s final loss, {loss(target)}" if target is not None else "",
-            log_x=log_x,
-            x_seconds=True,
-            chart_id=f"loss-{'log' if log_x else 'linear'}",
+            LineChart(
+                title=f"Training loss against wall-clock time: {words}",
+                x_label="wall-clock time of training",
+                y_label="training loss",
+                target=target,
+                target_text=f"fp32’s final loss, {loss(target)}" if target is not None else "",
+                log_x=log_x,
+                in_seconds=True,
+                hover=True,
+            ),
         )
         for log_x in (False, True)
     ]
-    window = max((arm.get("final_window") or 1 for arm in arms), default=1)
+    window = max((_window(arm) for arm in arms), default=1)
     rows = [
         (
             label(arm),
@@ -109,17 +113,15 @@ def codec_section(arms: Sequence[Arm], rows: Mapping[str, Sequence[StepRow]]) ->
                 for index, edge in enumerate(edges)
             ]
             if any(curve.points for curve in curves):
-                chart = line_chart(
-                    curves,
+                chart = LineChart(
                     title=f"{label(arm)}: {title} over steps, by edge",
                     x_label="step",
-                    y_label="",
-                    width=420,
-                    height=230,
-                    label_lines=False,
-                    y_from_zero=True,
+                    width=330,
+                    height=200,
+                    names=False,
+                    from_zero=True,
                 )
-                charts.append(tag("div", tag("h4", title), chart))
+                charts.append(tag("div", tag("h4", title), line_chart(curves, chart)))
         if not charts:
             continue
         panels.append(tag("h3", label(arm)))
@@ -168,7 +170,12 @@ def loss_lines(arms: Sequence[Arm], target: float | None) -> list[Line]:
 
 def _smooth(arm: Arm) -> list[Point]:
     values = [entry[2] for entry in arm.get("losses") or []]
-    return _points(arm, running_mean(values, window=int(arm.get("final_window") or 1)))
+    return _points(arm, running_mean(values, window=_window(arm)))
+
+
+def _window(arm: Arm) -> int:
+    """Steps in the bold curve's mean; all of them where the arm is shorter than the window."""
+    return max(min(int(arm.get("final_window") or 1), len(arm.get("losses") or [])), 1)
 
 
 def _points(arm: Arm, values: Sequence[float | None]) -> list[Point]:

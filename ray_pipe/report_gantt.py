@@ -111,7 +111,7 @@ def _bar(span: Span, place: tuple[float, float, str], x: float, scale: float) ->
         style=f"fill:var({color})",
     )
     number = str(span.micro_batch)
-    if span.lane != "compute" or span.micro_batch < 0 or width < 7 * len(number) + 3:
+    if span.lane != "compute" or span.micro_batch < 0 or width < 7 * len(number) + 1.5:
         return [bar]
     label = tag(
         "text",

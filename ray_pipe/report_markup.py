@@ -49,8 +49,10 @@ def table(
         "div",
         tag(
             "table",
-            tag("caption", caption),
-            tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head))),
+            tag("caption", caption) if caption else Markup(""),
+            tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head)))
+            if head
+            else Markup(""),
             tag(
                 "tbody",
                 *(

@@ -45,7 +45,7 @@ margin:.15em 0 .35em;font-weight:680;text-wrap:balance}
 h2{font-size:1.16rem;letter-spacing:-.008em;margin:0 0 .2em}
 h3{font-size:.95rem;margin:1.3em 0 .3em}
 p{margin:.2em 0 .9em;max-width:76ch}
-.kicker{color:var(--muted);font-size:.84rem;letter-spacing:.02em;margin:0}
+.kicker{max-width:none;color:var(--muted);font-size:.84rem;letter-spacing:.02em;margin:0}
 .kicker b{color:var(--accent)}
 .lead{color:var(--muted);font-size:1.04rem}
 section{background:var(--card);border:1px solid var(--line);border-radius:12px;
@@ -73,7 +73,7 @@ svg .grid{stroke:var(--line);stroke-width:1}
 svg .axis{stroke:var(--muted);stroke-width:1}
 svg .target{stroke:var(--muted);stroke-width:1.2;stroke-dasharray:2 4}
 svg .curve{fill:none;stroke-width:2.4;stroke-linejoin:round;stroke-linecap:round}
-svg .faint{fill:none;stroke-width:1;opacity:.28}
+svg .faint{fill:none;stroke-width:1;opacity:.4}
 svg .drop{stroke-width:1.2;stroke-dasharray:3 3}
 svg .reached{stroke:var(--card);stroke-width:1.5}
 svg .track{fill:var(--track)}
@@ -81,7 +81,7 @@ svg .cross{stroke:var(--muted);stroke-width:1}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--muted);font-size:.84rem;padding-bottom:6px}
-th,td{padding:7px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+th,td{padding:7px 8px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 thead th{color:var(--muted);font-weight:600;font-size:.8rem;
 vertical-align:bottom;white-space:normal}
 th:first-child{text-align:left}

@@ -42,6 +42,36 @@ def spread(wanted: Sequence[float], *, gap: float, low: float, high: float) -> l
     return placed
 
 
+def place_labels(
+    ends: Sequence[Point], *, reach: float, gap: float, low: float, high: float
+) -> list[Point]:
+    """Labels at the ends of curves, moved up or down only where others are within `reach` in x."""
+    placed = list(ends)
+    order = sorted(range(len(ends)), key=lambda index: ends[index][0])
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and ends[index][0] - ends[groups[-1][-1]][0] < reach:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    for group in groups:
+        heights = spread([ends[index][1] for index in group], gap=gap, low=low, high=high)
+        for index, y in zip(group, heights, strict=True):
+            placed[index] = (ends[index][0], y)
+    return placed
+
+
+def stack(places: Sequence[float], *, reach: float) -> list[int]:
+    """A row for each place (in order), so that none is within `reach` of another in its row."""
+    last: list[float] = []
+    rows = []
+    for place in places:
+        row = next((r for r, end in enumerate(last) if place - end >= reach), len(last))
+        last[row : row + 1] = [place]
+        rows.append(row)
+    return rows
+
+
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers between `low` and `high`: steps of 1, 2 or 5 times a power of ten."""
     if not high > low:

@@ -32,6 +32,9 @@ from stages.record import KINDS, StepRecord
 Arm = Mapping[str, Any]
 
 
+_COMPARISONS = ("loss_gap", "speedup", "time_to_target_s", "time_to_target_speedup")
+
+
 def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
     """All arms side by side."""
     color = colors(arms)
@@ -42,7 +45,7 @@ def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
         ("step time", "step_s", seconds),
         ("bytes per step", "bytes_per_step", size),
         ("step speed-up", "speedup", ratio),
-        ("time to fp32’s final loss", "time_to_target_s", seconds),
+        ("time to fp32’s loss", "time_to_target_s", seconds),
         ("sooner by", "time_to_target_speedup", ratio),
         ("link : compute", "link_compute_ratio", three),
         ("possible speed-up", "speedup_limit", ratio),
@@ -51,7 +54,12 @@ def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
         ("wall time", "wall_s", seconds),
         ("steps", "steps", lambda value: f"{value:,}" if value is not None else MISSING),
     ]
-    shown = [c for c in columns if any(arm.get(c[1]) is not None for arm in arms)]
+    shown = [
+        column
+        for column in columns
+        if any(arm.get(column[1]) is not None for arm in arms)
+        and (len(arms) > 1 or column[1] not in _COMPARISONS)
+    ]
     head = tag("tr", *(tag("th", c[0], scope="col") for c in [("arm", "", None), *shown]))
     lines = [
         tag(
@@ -68,14 +76,16 @@ def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
         for arm in arms
     ]
     return section(
-        "The arms",
+        "The arms" if len(arms) > 1 else "The arm",
         tag(
             "div",
             tag("table", tag("thead", head), tag("tbody", *lines), class_="arms"),
             class_="scroll",
         ),
-        explain="Same seed, same order, same batches; only what crosses the links differs. A dash "
-        "in the time to fp32’s final loss means: not reached.",
+        explain=""
+        if len(arms) < 2
+        else "Same seed, same order, same batches; only what crosses the links differs. Time to "
+        "fp32’s loss: until the running mean met fp32’s final loss; a dash means never.",
     )
 
 
@@ -89,7 +99,7 @@ def time_section(arms: Sequence[Arm]) -> Markup:
             total = sum(spent.values())
             if total <= 0:
                 continue
-            per_step = total / max(int(arm.get("steps") or 1), 1)
+            per_step = total / max(int(entry.get("steps") or arm.get("steps") or 1), 1)
             part = {name: spent[name] / total for name in SHARES}
             name = f"stage {entry['stage']}"
             bars.append(
@@ -259,12 +269,12 @@ def run_section(results: Mapping[str, Any]) -> Markup:
     if command:
         parts += [tag("h3", "Do it again"), tag("pre", tag("code", str(command)))]
     tables = [
-        tag("div", tag("h3", title), table(("", ""), pairs, caption="", class_="settings"))
+        tag("div", tag("h3", title), table((), pairs, caption="", class_="settings"))
         for title, values in (
             ("Environment", environment),
             ("Config", results.get("config") or {}),
         )
-        if (pairs := [(key, _plain(value)) for key, value in flatten(values).items()])
+        if (pairs := [(key, _plain(key, value)) for key, value in flatten(values).items()])
     ]
     if tables:
         parts.append(tag("div", *tables, class_="two"))
@@ -294,7 +304,9 @@ def _chosen_step(steps: Mapping[str, Sequence[StepRecord]], name: str) -> list[S
     return [record for record in own if record.step == step]
 
 
-def _plain(value: object) -> str:
+def _plain(key: str, value: object) -> str:
+    if key.endswith("_bps") and isinstance(value, (int, float)):
+        return f"{three(value / 1e6)} Mbit/s"
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value)
     return MISSING if value is None or value in ("", {}) else str(value)

@@ -113,12 +113,21 @@ def make_step(
                     "update": forward_s / 2,
                 },
                 sent=sent[stage],
-                codec={edge: dict(codec)} if codec and stage + 1 < num_stages else {},
+                codec={edge: _deeper(codec, stage)} if codec and stage + 1 < num_stages else {},
                 grad_norm=1.5,
                 spans=tuple(spans[stage]),
             )
         )
     return records
+
+
+def _deeper(codec: dict[str, float], stage: int) -> dict[str, float]:
+    """Activations of later stages change more."""
+    growing = {"delta_ratio", "error"}
+    return {
+        name: value * (1 + 0.35 * stage) if name in growing and value < 0.9 else value
+        for name, value in codec.items()
+    }
 
 
 _ARMS: dict[str, tuple[int, float, float]] = {
@@ -145,7 +154,8 @@ def make_arm(
 ) -> list[list[StepRecord]]:
     """The records of an arm, step by step; losses fall like a small GPT's."""
     warm, codec_s, extra = _ARMS[name]
-    noise = random.Random(seed)
+    noise = random.Random(f"{seed} {name}")
+    batches = random.Random(seed)  # the same for all arms
     steps = []
     now = start_s
     for step in range(num_steps):
@@ -154,7 +164,7 @@ def make_arm(
         cold = learns and epoch == 0
         ratio = 0.06 + 0.5 * math.exp(-step / 35)
         decay = 5.6 * math.exp(-step / 9) + 2.6 * math.exp(-step / 60)
-        loss = 2.05 + extra * (1 - math.exp(-step / 30)) + decay / 2 + noise.gauss(0, 0.05)
+        loss = 2.05 + extra * (1 - math.exp(-step / 30)) + decay / 2 + batches.gauss(0, 0.05)
         numbers = {
             "hit_rate": 0.0 if cold else 1.0,
             "delta_ratio": 1.0 if cold else ratio * noise.uniform(0.95, 1.05),
