@@ -121,6 +121,12 @@ def _read_layer(run: type, values: Mapping[str, Any], labels: Labels) -> dict[st
                 sections["pipeline"], "micro_batch_size", value, source=source
             )[1]
             continue
+        if key in sections:
+            first = next(field.name for field in dataclasses.fields(sections[key]))
+            raise ConfigError(
+                f"{source}: {key!r} is a section and takes no value of its own, got {value!r}; "
+                f"give its options, such as {key}.{first}."
+            )
         owner = sections.get(section_name) if section_name else run
         if owner is None or (owner is run and not _is_option(run, option_name)):
             raise ConfigError(f"{source}: there is no option {key!r}{_suggest(run, key)}")
@@ -176,9 +182,13 @@ def _sections(run: type) -> dict[str, type]:
 
 
 def _is_option(owner: type, key: str) -> bool:
-    keys = {field.name: field.metadata.get("unit", "") for field in dataclasses.fields(owner)}
-    return key in keys or any(
-        key + UNIT_SUFFIXES.get(unit, "") == name for name, unit in keys.items()
+    units = {
+        field.name: field.metadata.get("unit", "")
+        for field in dataclasses.fields(owner)
+        if field.init
+    }
+    return key in units or any(
+        key + UNIT_SUFFIXES.get(unit, "") == name for name, unit in units.items()
     )
 
 

@@ -309,6 +309,8 @@ def test_our_page_of_codec_names_is_the_registrys() -> None:
         ("bandwidth=1Mbps", ["did you mean 'network.bandwidth'?"]),
         ("sed=1", ["did you mean 'seed'?"]),
         ("qqqqq=1", ["there is no option 'qqqqq'", "--show-config lists every option"]),
+        ("network=5", ["'network' is a section", "'5'", "network.bandwidth_bps"]),
+        ("name_is_generated=1", ["there is no option 'name_is_generated'"]),
         ("codec.fw_bits", ["expected key=value", "--set codec.fw_bits=2"]),
         ("=2", ["expected key=value"]),
         ("codec.fw_bits=9", ["codec.fw_bits is 9", "at least 1", "at most 8"]),
