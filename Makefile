@@ -1,0 +1,50 @@
+# Two commands on a fresh machine do everything: `make demo` and `make test`.
+# Both make their own environment in .venv; nothing needs to be installed by hand but
+# Python 3.11+ and a C++ compiler.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+SOURCES := pyproject.toml constraints.txt $(wildcard native/*)
+
+.PHONY: demo test quick check fmt bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
+	@echo "make test    the whole test suite"
+	@echo "make quick   unit and contract tests only (under a minute)"
+	@echo "make check   format, lint and types"
+	@echo "make fmt     format the code"
+	@echo "make bench   every benchmark that the README quotes (about an hour)"
+
+$(READY): $(SOURCES)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m ray_pipe.run --bandwidth 100Mbps
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not ray"
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fmt: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run_all.py
+
+clean:
+	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,159 @@
+"""The Python entry point, in the manner of Ray's own libraries: configuration in, `Result` out.
+
+    trainer = PipelineTrainer(blocks, loss=torch.nn.functional.mse_loss, dataset=dataset)
+    result = trainer.fit()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ray_pipe.config import RunConfig
+from ray_pipe.data import DatasetSamples
+from ray_pipe.driver import run
+from ray_pipe.errors import ConfigError
+from ray_pipe.planner.partition import partition
+from ray_pipe.progress import Observer, make_progress
+from ray_pipe.workload import BlocksFn, Workload, blocks_workload, gpt_workload
+from stages.loss import LossFn, cross_entropy, from_mean
+
+
+class Silent:
+    """An observer that shows nothing."""
+
+    def on_start(self, plan: Mapping[str, Any]) -> None: ...
+    def on_phase(self, text: str) -> None: ...
+    def on_arm(self, name: str, index: int, num_arms: int, steps: int) -> None: ...
+    def on_step(self, arm: str, row: Mapping[str, Any]) -> None: ...
+    def on_arm_end(self, arm: Mapping[str, Any]) -> None: ...
+    def on_warning(self, text: str) -> None: ...
+    def on_end(self, results: Mapping[str, Any], path: str | Path | None) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run found. Named as in `ray.train.Result` where the meaning is the same."""
+
+    metrics: dict[str, Any]
+    """The last arm: final_loss, tokens_per_s, step_s, bytes_per_step, …"""
+
+    path: str
+    """The run's folder: results.json, report.html, trace.json, metrics.jsonl, the figure."""
+
+    results: dict[str, Any]
+    """All arms, as in results.json."""
+
+    model_state: dict[str, Tensor]
+    """Weights of the last arm for `nn.Sequential(*blocks).load_state_dict(...)`."""
+
+    error: Exception | None = None
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """metrics.jsonl as a pandas DataFrame; needs pandas (`pip install ray_pipe[train]`)."""
+        import pandas
+
+        return pandas.read_json(Path(self.path) / "metrics.jsonl", lines=True)
+
+
+class PipelineTrainer:
+    """Trains a model cut into pipeline stages, one Ray actor each, over slow links."""
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module] | BlocksFn | None = None,
+        *,
+        loss: LossFn | Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+        dataset: Any = None,
+        config: RunConfig | None = None,
+        scaling_config: Any = None,
+        run_config: Any = None,
+        dataset_digest: str | None = None,
+        progress: bool | Observer = True,
+    ) -> None:
+        """`blocks`: modules that feed each other, or a function that makes them (then each stage
+        builds only its own copy); None trains the GPT of `config.model` on `config.data`.
+
+        `loss(output, target)` returns a mean over samples, or the pair (sum, count); the default
+        is the next-token cross-entropy. `dataset` is a map-style `torch.utils.data.Dataset` of
+        (input, target) pairs whose index is the stable sample id. `scaling_config.num_workers`
+        and `run_config.name`, `.storage_path` are read from Ray Train's objects if given.
+        """
+        self.config = _with_ray_train(config or RunConfig(compare=()), scaling_config, run_config)
+        self._progress = progress
+        self._blocks = blocks
+        if blocks is None:
+            if dataset is not None:
+                raise ConfigError(
+                    "a dataset was given without blocks; give both, or set config.data.source"
+                )
+            self.workload: Workload | None = None
+            return
+        if dataset is None:
+            raise ConfigError("blocks were given without a dataset; give dataset=...")
+        self.workload = blocks_workload(
+            blocks,
+            loss=_summed(loss),
+            samples=DatasetSamples(dataset, digest=dataset_digest),
+            seed=self.config.seed,
+        )
+
+    def fit(self) -> Result:
+        """Train; raises a `RayPipeError` that says what went wrong and what to do."""
+        config = self.config
+        num_blocks = self.workload.num_blocks if self.workload else None
+        observer = self._observer()
+        for text in config.validate(num_blocks=num_blocks):
+            observer.on_warning(text)
+        workload = self.workload or gpt_workload(config)
+        outcome = run(config, observer, workload)
+        arms = outcome.results["arms"]
+        return Result(
+            metrics=dict(arms[-1]),
+            path=str(outcome.path),
+            results=outcome.results,
+            model_state=whole_model(outcome.states, workload, config.pipeline.stages),
+        )
+
+    def _observer(self) -> Observer:
+        if self._progress is True:
+            return make_progress(sys.stderr)
+        return Silent() if self._progress is False else self._progress
+
+
+def whole_model(
+    states: Sequence[Mapping[str, Any]], workload: Workload, num_stages: int
+) -> dict[str, Tensor]:
+    """The weights of all stages under the names they have in `nn.Sequential(*blocks)`."""
+    whole: dict[str, Tensor] = {}
+    for blocks, state in zip(partition(workload.costs, num_stages), states, strict=True):
+        for name, tensor in state["module"].items():
+            place, _, rest = name.partition(".")
+            whole[f"{blocks.start + int(place)}.{rest}"] = tensor
+    return whole
+
+
+def _summed(loss: Callable[..., Any]) -> LossFn:
+    return loss if loss is cross_entropy or getattr(loss, "is_summed", False) else from_mean(loss)
+
+
+def _with_ray_train(config: RunConfig, scaling_config: Any, run_config: Any) -> RunConfig:
+    """Read what Ray Train's objects say, without importing them."""
+    changes: dict[str, Any] = {}
+    num_workers = getattr(scaling_config, "num_workers", None)
+    if num_workers is not None:
+        changes["pipeline"] = dataclasses.replace(config.pipeline, stages=int(num_workers))
+    name = getattr(run_config, "name", None)
+    if name:
+        changes["name"] = name
+    storage_path = getattr(run_config, "storage_path", None)
+    if storage_path:
+        changes["out"] = str(storage_path)
+    return dataclasses.replace(config, **changes) if changes else config
