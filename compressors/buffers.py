@@ -198,7 +198,8 @@ class RowStore:
 
     @property
     def pending_evictions(self) -> tuple[int, ...]:
-        return tuple(self._pending_evictions)
+        """Samples given up here that the receiver may still hold."""
+        return tuple(s for s in self._pending_evictions if s not in self._overlay)
 
     def _keep(self, sample: int, mark: Mark, value: Tensor | None) -> None:
         self._marks[sample] = mark
