@@ -194,6 +194,9 @@ def test_a_given_name_is_used_again(tmp_path: Path) -> None:
 
 # --- there and back --------------------------------------------------------------------------
 
+SLOW_MACHINE = settings(max_examples=60, deadline=None)
+"""No deadline: a test must not fail because others use the cores."""
+
 OVERRIDES = st.fixed_dictionaries(
     {},
     optional={
@@ -217,7 +220,7 @@ OVERRIDES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@SLOW_MACHINE
 @given(OVERRIDES)
 def test_overrides_survive_json_and_yaml(overrides: dict[str, Any]) -> None:
     config = RunConfig(name="x").with_overrides(f"{k}={v}" for k, v in overrides.items())
@@ -229,6 +232,7 @@ def test_overrides_survive_json_and_yaml(overrides: dict[str, Any]) -> None:
     assert by_yaml == config
 
 
+@SLOW_MACHINE
 @given(OVERRIDES)
 def test_what_is_not_overridden_stays(overrides: dict[str, Any]) -> None:
     plain = RunConfig(name="x").to_dict()
@@ -241,6 +245,7 @@ def test_what_is_not_overridden_stays(overrides: dict[str, Any]) -> None:
                 assert value == plain[section][option]
 
 
+@SLOW_MACHINE
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_other_setting_is_refused_by_name_and_never_crashes(key: str, value: str) -> None:
     with contextlib.suppress(ConfigError):  # and nothing else
