@@ -133,12 +133,12 @@ def test_a_step_that_is_added_twice_leaves_the_meter_as_it_was() -> None:
 def test_where_both_ends_report_a_codec_number_the_senders_stands() -> None:
     row = ArmMeter("acsgd").add(
         [
-            record(stage=0, codec={"1->0": {"error": 0.5, "nacks": 2.0}}),
-            record(stage=1, codec={"1->0": {"error": 0.1}}),
+            record(stage=0, codec={"0->1": {"error": 0.3}, "1->0": {"error": 0.5, "nacks": 2.0}}),
+            record(stage=1, codec={"0->1": {"error": 0.9}, "1->0": {"error": 0.1}}),
         ]
     )
 
-    assert row.codec == {"1->0": {"error": 0.1, "nacks": 2.0}}
+    assert row.codec == {"0->1": {"error": 0.3}, "1->0": {"error": 0.1, "nacks": 2.0}}
 
 
 def test_each_line_of_the_file_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
