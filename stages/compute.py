@@ -115,7 +115,7 @@ class Compute:
         else:
             total = flight.output = run()
         self._in_flight[micro_batch] = flight
-        return float(total)
+        return float(total.detach())
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Backward pass of one micro-batch; returns the gradient of its input, if it has one."""
