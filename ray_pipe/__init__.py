@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StageDied,
         TrainingError,
     )
+    from ray_pipe.trainer import PipelineTrainer, Result
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOMES = {
         "StageDied",
         "TrainingError",
     ),
+    "ray_pipe.trainer": ("PipelineTrainer", "Result"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -61,7 +63,9 @@ __all__ = [
     "NetworkConfig",
     "OptimConfig",
     "PipelineConfig",
+    "PipelineTrainer",
     "RayPipeError",
+    "Result",
     "RunConfig",
     "StageDied",
     "TrainingError",

@@ -154,6 +154,7 @@ def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
             name: {
                 "link_to_compute": prediction.link_to_compute,
                 "compute_step_s": prediction.compute_step_s,
+                "link_step_s": prediction.link_step_s,
                 "costs": [vars_of(costs) for costs in prediction.costs],
             }
             for name, prediction in by_arm.items()

@@ -7,12 +7,14 @@ alone, the price of a Ray message between two stages, and the links of the topol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from compressors.registry import make_codec
 from netsim.clock import run_virtual
+from netsim.topology import Topology
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.plans import Arm
 from stages.record import StepRecord
@@ -30,10 +32,15 @@ class Prediction:
     compute_step_s: float
     """The same step with links and messages that cost nothing: what compute alone allows."""
 
-    link_to_compute: float
-    """Time on the busiest uplink over the time of compute alone, both in one step."""
+    link_step_s: float
+    """The same step with compute that costs nothing: what the links alone allow."""
 
     costs: tuple[StageCosts, ...]
+
+    @property
+    def link_to_compute(self) -> float:
+        """How much longer the links need than the arithmetic: GPT2-XL in the paper has 4.9."""
+        return self.link_step_s / self.compute_step_s if self.compute_step_s else 0.0
 
 
 def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], tuple[int, ...]]:
@@ -65,8 +72,6 @@ def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], tuple[int, ...]
 
 def frame_nbytes(arm: Arm, shape: tuple[int, ...]) -> int:
     """A typical activation frame: the payload and a small header."""
-    from compressors.registry import make_codec
-
     codec = make_codec(arm.specs()[0].activation_codec, namespace=("estimate",))
     return codec.estimate_nbytes(shape) + 200
 
@@ -78,50 +83,36 @@ def predict(
     *,
     num_cores: float,
 ) -> Prediction:
-    """Simulate a few steps at these costs."""
-    records = _simulate(arm, costs, sample_shape, num_cores=num_cores, free_links=False)
-    free = [StageCosts(phases=_only_compute(own)) for own in costs]
-    compute = _last_step_s(_simulate(arm, free, sample_shape, num_cores=num_cores, free_links=True))
-    busiest = max(
-        (
-            sum(sum(kinds.values()) for kinds in record.sent.values())
-            * 8
-            / arm.topology.uplink_bps(record.stage)
-            for record in records[-1]
-        ),
-        default=0.0,
-    )
+    """Simulate a few steps at these costs, then with free links and with free compute."""
+    free_links = Topology.uniform(arm.topology.num_nodes)
+    only_compute = [StageCosts(phases=_only_compute(own)) for own in costs]
+    no_costs = [StageCosts() for _ in costs]
+
+    def step_s(topology: Topology, prices: Sequence[StageCosts]) -> float:
+        return simulated_step_s(
+            replace(arm, topology=topology), prices, sample_shape, num_cores=num_cores
+        )
+
     return Prediction(
-        step_s=_last_step_s(records),
-        compute_step_s=compute,
-        link_to_compute=busiest / compute if compute else 0.0,
+        step_s=step_s(arm.topology, costs),
+        compute_step_s=step_s(free_links, only_compute),
+        link_step_s=step_s(arm.topology, no_costs),
         costs=tuple(costs),
     )
 
 
-def _simulate(
+def simulated_step_s(
     arm: Arm,
     costs: Sequence[StageCosts],
     sample_shape: tuple[int, ...],
     *,
     num_cores: float,
-    free_links: bool,
-) -> list[list[StepRecord]]:
-    from dataclasses import replace
-
-    from netsim.topology import Topology
-
-    specs = arm.specs()
-    if free_links:
-        specs = [replace(spec, topology=Topology.uniform(len(specs))) for spec in specs]
+) -> float:
+    """The step time of the steady state, in virtual time."""
     plans = [replace(arm.plan(step), micro_batches=arm.order.at(0)) for step in range(NUM_STEPS)]
     records: list[list[StepRecord]] = run_virtual(
-        simulate(specs, plans, costs=costs, sample_shape=sample_shape, num_cores=num_cores)
+        simulate(arm.specs(), plans, costs=costs, sample_shape=sample_shape, num_cores=num_cores)
     )
-    return records
-
-
-def _last_step_s(records: Sequence[Sequence[StepRecord]]) -> float:
     ends = [max(record.end_s for record in step) for step in records]
     return ends[-1] - ends[-2]
 

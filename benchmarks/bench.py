@@ -1,0 +1,94 @@
+"""What the pipeline benchmarks share: train one arm on running actors, and write JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray on this machine only, for minutes
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+
+def arguments(name: str, description: str) -> ArgumentParser:
+    """A parser with what every benchmark takes."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    return parser
+
+
+@contextmanager
+def stage_actors(num_stages: int) -> Iterator[Any]:
+    """A Ray of our own with some stage actors."""
+    from ray_pipe.cluster import StageActors, connect
+
+    with connect(None), StageActors(num_stages) as actors:
+        yield actors
+
+
+def subset(actors: Any, num_stages: int) -> Any:
+    """The first actors of a pool, as a pipeline of their own."""
+    return Namespace(handles=actors.handles[:num_stages])
+
+
+def train_arm(actors: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Prepare, predict and train one arm; the arm of results.json with the limits beside it."""
+    from ray_pipe.config import RunConfig
+    from ray_pipe.driver import Trained
+    from ray_pipe.metrics import ArmMeter
+    from ray_pipe.pipeline import TRANSPORTS
+    from ray_pipe.planner.cost import measure_costs, predict
+    from ray_pipe.plans import arms_of
+    from ray_pipe.workload import gpt_workload
+
+    config = RunConfig.from_dict({"compare": [], **settings})
+    arm = arms_of(config, gpt_workload(config))[0]
+    pool = subset(actors, config.pipeline.stages)
+    pipeline = TRANSPORTS[config.pipeline.transport](pool, arm, epoch_s=time.time())
+    costs, shape = measure_costs(pipeline)
+    prediction = predict(arm, costs, shape, num_cores=len(os.sched_getaffinity(0)))
+    one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
+    for records in pipeline.train():
+        one.meter.add(records)
+    return {
+        **one.summary().as_dict(),
+        "final_window": one.summary().final_window,
+        "compute_step_s": prediction.compute_step_s,
+        "link_step_s": prediction.link_step_s,
+        "link_to_compute": prediction.link_to_compute,
+        "costs": [dict(own.phases) for own in costs],
+        "message_s": [costs[0].push_s, costs[0].deliver_s],
+        "settings": {key: str(value) for key, value in settings.items()},
+    }
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Results with the environment they were taken in."""
+    from ray_pipe.driver import environment
+    from ray_pipe.metrics import to_json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = {"environment": environment(), "load_at_start": os.getloadavg()[0], **results}
+    path.write_text(to_json(body, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten to {os.path.relpath(path)}")
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table as the README shows it."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Results of an earlier run."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,110 @@
+"""How much sooner AC-SGD reaches fp32's final loss, by bandwidth, first visits included.
+
+Finds the bandwidth at which this machine's fp32 arm has the paper's ratio of link time to compute
+time (4.9: GPT2-XL on V100s at 100 Mbps), then trains fp32, DirectQ and AC-SGD there and at fixed
+rates: same seed, same order, same batches. Beside each figure stands what physics allows.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bench import arguments, markdown, stage_actors, train_arm, write
+
+PAPER_RATIO = 4.9
+
+
+def main() -> None:
+    parser = arguments("speed", __doc__ or "")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--rates", default="paper,10e6,100e6,1e9")
+    parser.add_argument("--arms", default="fp32,directq,acsgd")
+    args = parser.parse_args()
+
+    from netsim.units import show_bandwidth
+    from ray_pipe.arms import time_to_target
+
+    base = {"epochs": args.epochs, "data.num_samples": args.samples}
+    found = []
+    with stage_actors(4) as actors:
+        probe = train_arm(
+            actors,
+            {
+                **base,
+                "epochs": None,
+                "steps": 3,
+                "codec.name": "fp32",
+                "network.bandwidth_bps": 100e6,
+            },
+        )
+        paper_bps = round(100e6 * probe["link_to_compute"] / PAPER_RATIO, -5)
+        print(
+            f"the paper's ratio of {PAPER_RATIO} is at {show_bandwidth(paper_bps)} here", flush=True
+        )
+        for rate in args.rates.split(","):
+            bps = paper_bps if rate == "paper" else float(rate)
+            arms = []
+            for codec in args.arms.split(","):
+                arm = train_arm(actors, {**base, "codec.name": codec, "network.bandwidth_bps": bps})
+                arms.append(arm)
+                print(
+                    f"{show_bandwidth(bps):>10}  {codec:8} step {arm['step_s']:.3f} s "
+                    f"(predicted {arm['predicted_step_s']:.3f}, compute alone "
+                    f"{arm['compute_step_s']:.3f}, links alone {arm['link_step_s']:.3f}) "
+                    f"loss {arm['final_loss']:.4f}",
+                    flush=True,
+                )
+            plain = next(arm for arm in arms if arm["name"] == "fp32")
+            window = plain["final_window"]
+            for arm in arms:
+                arm["time_to_target_s"] = time_to_target(
+                    arm["losses"], target=plain["final_loss"], window=window
+                )
+            for arm in arms:
+                own, fp32_s = arm["time_to_target_s"], plain["time_to_target_s"]
+                arm["time_to_target_speedup"] = fp32_s / own if own else None
+                arm["speedup"] = plain["step_s"] / arm["step_s"]
+                arm["compute_efficiency"] = arm["compute_step_s"] / arm["step_s"]
+                arm["codec_share"] = codec_share(arm)
+            found.append({"bandwidth_bps": bps, "is_paper_ratio": rate == "paper", "arms": arms})
+    rows = []
+    for entry in found:
+        plain = entry["arms"][0]
+        limit = plain["step_s"] / plain["compute_step_s"]
+        for arm in entry["arms"][1:]:
+            sooner = arm["time_to_target_speedup"]
+            rows.append(
+                [
+                    show_bandwidth(entry["bandwidth_bps"]),
+                    f"{plain['link_to_compute']:.1f}",
+                    arm["name"],
+                    f"{plain['step_s']:.2f} s",
+                    f"{arm['step_s']:.2f} s",
+                    f"{arm['speedup']:.2f}x",
+                    "never" if sooner is None else f"{sooner:.2f}x",
+                    f"{limit:.2f}x",
+                    f"{100 * arm['compute_efficiency']:.0f} %",
+                    f"{arm['final_loss'] - plain['final_loss']:+.4f}",
+                ]
+            )
+    header = ["link", "link/compute", "arm", "fp32 step", "own step", "faster step"]
+    header += ["sooner at fp32's loss", "limit", "of compute alone", "loss gap"]
+    print("\n" + markdown(header, rows))
+    write(args.out, {"paper_ratio": PAPER_RATIO, "paper_bandwidth_bps": paper_bps, "rates": found})
+
+
+def codec_share(arm: dict[str, object]) -> float | None:
+    """Codec CPU per step over the CPU that two cores offer in a step."""
+    costs = arm["costs"]
+    assert isinstance(costs, list)
+    step_s = arm["step_s"]
+    assert isinstance(step_s, float)
+    edges = 2 * (len(costs) - 1)
+    per = sum(own.get("encode", 0.0) + own.get("decode", 0.0) for own in costs) / len(costs)
+    micro_batches = 8
+    return per * edges * micro_batches / (2 * step_s) if math.isfinite(per) else None
+
+
+if __name__ == "__main__":
+    main()
