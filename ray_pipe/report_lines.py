@@ -92,7 +92,7 @@ def line_chart(lines: Sequence[Line], chart: LineChart) -> Markup:
     marks = [*_axes(chart, frame)]
     for line in lines:
         # The first steps' high losses would press everything else against the floor.
-        visible = [point for point in line.faint if point[1] <= frame.high_y]
+        visible = [(x, y) for x, y in line.faint if x >= frame.low_x and y <= frame.high_y]
         marks.append(_path(visible, frame, line, class_="faint"))
     marks += [_path(line.points, frame, line, class_="curve") for line in lines]
     marks += _reached(lines, frame)

@@ -116,10 +116,14 @@ white-space:pre-wrap;overflow-wrap:anywhere;margin:.4em 0 0}
 border-radius:7px;padding:6px 10px;font-size:.82rem;line-height:1.45;z-index:9;white-space:pre}
 footer{color:var(--muted);font-size:.84rem;margin-top:26px}
 @media (max-width:620px){
-main{padding:22px 10px 40px}section{padding:16px 12px}.switch{margin:0 0 6px}}
+main{padding:22px 10px 40px}section{padding:16px 12px}.switch{margin:0 0 6px}
+section{overflow-x:auto}section svg{min-width:600px}.grid3 svg{min-width:0}}
 @media print{:root{--bg:#fff}body{font-size:11pt}main{max-width:none;padding:0}
 section,.card{border-color:#ccc;break-inside:avoid}.switch,summary{display:none}
-svg{break-inside:avoid}*{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
+svg{break-inside:avoid}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:3px 4px}
+thead th{font-size:7pt}.grid3{grid-template-columns:repeat(3,1fr)}
+.two{grid-template-columns:1fr 1fr}.cards{grid-template-columns:repeat(5,1fr)}.card b{font-size:1.3rem}
+*{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 """
 
 # The crosshair: nearest point of each curve to the pointer's time. The page is whole without it.
