@@ -122,7 +122,8 @@ section{overflow-x:auto}section svg{min-width:600px}.grid3 svg{min-width:0}}
 section,.card{border-color:#ccc;break-inside:avoid}.switch,summary{display:none}
 svg{break-inside:avoid}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:3px 4px}
 thead th{font-size:7pt}.grid3{grid-template-columns:repeat(3,1fr)}
-.two{grid-template-columns:1fr 1fr}.cards{grid-template-columns:repeat(5,1fr)}.card b{font-size:1.3rem}
+.two{grid-template-columns:1fr 1fr}
+.cards{grid-template-columns:repeat(5,1fr)}.card b{font-size:1.3rem}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 """
 
