@@ -50,7 +50,7 @@ std::vector<const Kernels*> supported() {
   std::vector<const Kernels*> found = {&isa_baseline::kernels()};
 #ifdef RAY_PIPE_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     found.push_back(&isa_avx2::kernels());
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))

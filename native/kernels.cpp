@@ -8,7 +8,7 @@
 
 #include <cstring>
 #include <limits>
-#include <memory>
+#include <type_traits>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -36,27 +36,38 @@ constexpr int32_t kRoundBits = 0x4b400000;
 // Sums of fp32 squares outside these may have overflowed or vanished: take them again in fp64.
 constexpr float kSquaresLow = 1e-30f, kSquaresHigh = 1e30f;
 
+// Scales for which x/s needs no true division: the quotient's rest cannot underflow where it
+// matters. A value below 2**-102 is then below 2**-42 of the scale, and its code is 0 anyway.
+constexpr uint32_t kUsualLow = (127 - 60) << 7, kUsualHigh = (127 + 100) << 7;
+
+RP_INLINE float widen_scale(uint16_t scale) { return as_float(uint32_t{scale} << 16); }
+RP_INLINE bool is_usual(uint16_t scale) {
+  const uint32_t magnitude = scale & 0x7fff;
+  return magnitude == 0 || (magnitude >= kUsualLow && magnitude < kUsualHigh);
+}
+
 struct Grid {
   explicit Grid(const Layout& layout)
-      : symmetric(layout.symmetric), full(1 << (layout.bits - 1)),
-        levels(static_cast<float>(symmetric ? full - 1 : full)), lowest(symmetric ? 1 : 0) {}
+      : symmetric(layout.symmetric), full(1 << (layout.bits - 1)), lowest(symmetric ? 1 : 0),
+        levels(static_cast<float>(symmetric ? full - 1 : full)), per_level(1.0f / levels) {
+    for (int i = 0; i < kWidth; ++i)
+      values[i] = static_cast<float>(i % (2 * full) - full) / levels;
+  }
 
   // |extreme| as fp32 bits and its sign -> the bf16 scale.
-  RP_INLINE uint16_t scale(uint32_t extreme, uint32_t negative) const {
+  RP_INLINE uint16_t scale(uint32_t extreme, bool negative) const {
     uint32_t bits = (extreme + 0x7fff + ((extreme >> 16) & 1)) >> 16;
     bits = bits < 0x7f80 ? bits : 0x7f7f;
-    const uint32_t sign = symmetric || bits == 0 ? 0 : (negative ^ 1) << 15;
+    const uint32_t sign = symmetric | negative | (bits == 0) ? 0 : 0x8000;
     return static_cast<uint16_t>(bits | sign);
-  }
-  // What encoding divides by: where the scale is 0 every code is 0, and x/inf is 0.
-  RP_INLINE float divisor(uint16_t scale) const {
-    return scale == 0 ? as_float(kInfinity) : as_float(static_cast<uint32_t>(scale) << 16);
   }
 
   bool symmetric;
   int32_t full;    // 2**(bits-1): code + full travels
-  float levels;    // F, or L = F-1
   int32_t lowest;  // the smallest code + full
+  float levels;    // F, or L = F-1
+  float per_level;
+  Floats values;  // code/levels for the first code+full; used if kTable holds all of them
 };
 
 RP_INLINE bool is_finite(uint16_t scale) { return (scale & 0x7f80) != 0x7f80; }
@@ -81,45 +92,54 @@ RP_INLINE void write(float* to, const Block& b) {
   for (int p = 0; p < kParts; ++p) store(to + p * kWidth, b.v[p]);
 }
 RP_INLINE void write(uint16_t* to, const Block& b) {
-  Ints halves[kParts];
-  for (int p = 0; p < kParts; ++p) halves[p] = round_bf16(b.v[p]);
-  store_halves(to, halves);
+  Uints rounded[kParts];
+  for (int p = 0; p < kParts; ++p) rounded[p] = round_bf16(b.v[p]);
+  store_upper(to, rounded);
 }
 
-struct Quantized {
-  Ints codes[kParts];  // code + full
-  uint16_t scale;
-  uint32_t extreme;  // |extreme| as bits
+// Each group's largest and smallest value as magnitudes (0 if there is none of that sign).
+RP_INLINE void find_extremes(const Block& x, int32_t* positive, int32_t* negative) {
+  constexpr int32_t sign = INT32_MIN;
+  Ints above = (Ints)x.v[0], below = (Ints)x.v[0] ^ sign;  // the other sign's bits are negative
+  for (int p = 1; p < kParts; ++p) {
+    above = max(above, (Ints)x.v[p]);
+    below = max(below, (Ints)x.v[p] ^ sign);
+  }
+  largest(max(above, Ints{}), max(below, Ints{}), positive, negative);
+}
+
+// Whether -magnitude comes before +magnitude.
+inline bool negative_first(const Block& x, uint32_t magnitude) {
+  uint32_t bits[kBlock];
+  std::memcpy(bits, &x, sizeof bits);
+  int i = 0;
+  while ((bits[i] & kAbs) != magnitude) ++i;
+  return bits[i] >> 31;
+}
+
+struct Codes {
+  Ints v[kParts];  // code + full
 };
 
-RP_INLINE Quantized quantize_block(const Grid& grid, const Block& x) {
-  Quantized q;
-  Ints magnitude[kParts];
-  for (int p = 0; p < kParts; ++p) magnitude[p] = (Ints)x.v[p] & kAbs;
-  Ints top = magnitude[0];
-  for (int p = 1; p < kParts; ++p) top = max(top, magnitude[p]);
-  q.extreme = largest(top);
-  uint32_t equal = 0, negative = 0;
+template <bool USUAL>
+RP_INLINE Codes quantize_block(const Grid& grid, const Block& x, float scale, float reciprocal) {
+  Codes codes;
   for (int p = 0; p < kParts; ++p) {
-    equal |= signs(magnitude[p] == static_cast<int32_t>(q.extreme)) << (p * kWidth);
-    negative |= signs((Ints)x.v[p]) << (p * kWidth);
+    const Floats ratio = USUAL ? quotient(x.v[p], scale, reciprocal)
+                               : x.v[p] / (scale == 0 ? as_float(kInfinity) : scale);
+    const Ints code = (Ints)(ratio * grid.levels + kRoundMagic) - (kRoundBits - grid.full);
+    codes.v[p] = min(max(code, Ints{} + grid.lowest), Ints{} + (2 * grid.full - 1));
   }
-  q.scale = grid.scale(q.extreme, (negative >> __builtin_ctz(equal)) & 1);  // the first extreme
-  const float divisor = grid.divisor(q.scale);
-  for (int p = 0; p < kParts; ++p) {
-    const Floats z = x.v[p] / divisor * grid.levels;
-    const Ints code = (Ints)(z + kRoundMagic) - (kRoundBits - grid.full);
-    q.codes[p] = min(max(code, Ints{} + grid.lowest), Ints{} + (2 * grid.full - 1));
-  }
-  return q;
+  return codes;
 }
 
+template <int BITS>
 RP_INLINE Floats dequantize_part(const Grid& grid, Ints codes, float scale) {
+  if constexpr ((1 << BITS) <= kTable) return lookup(grid.values, codes) * scale;
   const Floats code = __builtin_convertvector(codes - grid.full, Floats);
-  return (grid.symmetric ? code / grid.levels : code * (1.0f / grid.levels)) * scale;
+  if (!grid.symmetric) return code * grid.per_level * scale;  // both products are exact
+  return quotient(code, grid.levels, grid.per_level) * scale;
 }
-
-RP_INLINE float widen_scale(uint16_t scale) { return as_float(uint32_t{scale} << 16); }
 
 // The bits after the last code of a stream are zero.
 RP_INLINE Words first_bytes(Words w, int count) {
@@ -140,34 +160,95 @@ struct NoRow {};  // plain quantise: nothing remembered
 template <class Row>
 constexpr bool kHasRow = !__is_same(Row, NoRow);
 
-// Encode one block. For a short last block the caller hands padded copies and `count` < 32.
-template <int BITS, class Row>
-RP_INLINE uint32_t encode_block(const Grid& grid, const float* h, const Row* row, int count,
-                                uint8_t* codes, uint16_t* scale, Row* new_row, Squares& squares) {
-  const Block value = read(h);
-  Block delta = value, old;
-  if constexpr (kHasRow<Row>) {
-    old = read(row);
+template <class Row>
+RP_INLINE Block subtract(const Block& value, const Row* row) {
+  if constexpr (!kHasRow<Row>) return value;
+  else {
+    Block delta;
+    const Block old = read(row);
     for (int p = 0; p < kParts; ++p) delta.v[p] = value.v[p] - old.v[p];
+    return delta;
   }
-  const Quantized q = quantize_block(grid, delta);
-  *scale = q.scale;
-  Words bytes = join_bytes(q.codes);
+}
+
+// What blocks are coded with.
+constexpr int kBatch = 8;
+struct Scales {
+  alignas(32) float scale[kBatch];
+  alignas(32) float reciprocal[kBatch];
+};
+
+// Encode one block, whose last 32 - count values are padding.
+template <int BITS, bool USUAL, class Row>
+RP_INLINE void encode_block(const Grid& grid, const float* h, const Row* row, float scale,
+                            float reciprocal, int count, uint8_t* codes, Row* new_row, Squares& squares) {
+  const Block value = read(h), delta = subtract(value, row);
+  const Codes q = quantize_block<USUAL>(grid, delta, scale, reciprocal);
+  Words bytes = join_bytes(q.v);
   if (count < kBlock) bytes = first_bytes(bytes, count);
   pack<BITS>(bytes, codes);
   if constexpr (kHasRow<Row>) {
-    const float s = widen_scale(q.scale);
-    Block next;
+    Block next = read(row);
     for (int p = 0; p < kParts; ++p) {
-      next.v[p] = old.v[p] + dequantize_part(grid, q.codes[p], s);
-      const Floats error = value.v[p] - next.v[p];
-      squares.delta += delta.v[p] * delta.v[p];
-      squares.value += value.v[p] * value.v[p];
-      squares.error += error * error;
+      next.v[p] = next.v[p] + dequantize_part<BITS>(grid, q.v[p], scale);
+      squares.delta = add_square(squares.delta, delta.v[p]);
+      squares.value = add_square(squares.value, value.v[p]);
+      squares.error = add_square(squares.error, value.v[p] - next.v[p]);
     }
     write(new_row, next);
   }
-  return q.extreme;
+}
+
+// A pointer to where block `b` starts; there is none without a row.
+template <class T>
+RP_INLINE T* block_at(T* base, int b) {
+  if constexpr (__is_same(std::remove_const_t<T>, NoRow)) return base;
+  else return base + b * kBlock;
+}
+
+// Encode up to kBatch blocks; returns the largest magnitude as bits. The way to a scale is one
+// chain of dependent steps: a first pass takes it for all blocks side by side.
+template <int BITS, class Row>
+RP_INLINE uint32_t encode_blocks(const Grid& grid, int blocks, const float* h, const Row* row,
+                                 int count, uint8_t* codes, uint16_t* scales, Row* new_row,
+                                 Squares& squares) {
+  alignas(32) int32_t positive[kBatch] = {}, negative[kBatch] = {};
+  for (int b = 0; b < blocks; ++b)
+    find_extremes(subtract(read(h + b * kBlock), block_at(row, b)), positive + b, negative + b);
+  bool tie = false;
+  for (int b = 0; b < kBatch; ++b) tie |= (positive[b] == negative[b]) & (positive[b] != 0);
+  if (tie && !grid.symmetric)  // the first of equal extremes gives the sign
+    for (int b = 0; b < blocks; ++b)
+      if (positive[b] == negative[b] && positive[b] != 0) {
+        const Block delta = subtract(read(h + b * kBlock), block_at(row, b));
+        const bool minus = negative_first(delta, static_cast<uint32_t>(positive[b]));
+        (minus ? positive : negative)[b] = 0;
+      }
+
+  Scales s;
+  uint16_t rounded[kBatch];
+  uint32_t worst = 0, unusual = !kFused;
+  for (int b = 0; b < kBatch; ++b) {
+    const bool minus = negative[b] > positive[b];
+    const auto extreme = static_cast<uint32_t>(minus ? negative[b] : positive[b]);
+    const uint16_t scale = grid.scale(extreme, minus);
+    worst = worst > extreme ? worst : extreme;
+    unusual |= !is_usual(scale);
+    rounded[b] = scale;
+    s.scale[b] = widen_scale(scale);
+    s.reciprocal[b] = scale == 0 ? 0.0f : 1.0f / s.scale[b];
+  }
+  std::memcpy(scales, rounded, static_cast<size_t>(blocks) * sizeof *scales);
+
+  const auto encode = [&]<bool USUAL>() {
+    for (int b = 0; b < blocks; ++b)
+      encode_block<BITS, USUAL>(grid, h + b * kBlock, block_at(row, b), s.scale[b],
+                                s.reciprocal[b], count, codes + b * 4 * BITS,
+                                block_at(new_row, b), squares);
+  };
+  if (unusual) encode.template operator()<false>();
+  else encode.template operator()<true>();
+  return worst;
 }
 
 template <int BITS, class Row>
@@ -177,7 +258,7 @@ RP_INLINE void decode_block(const Grid& grid, const uint8_t* codes, uint16_t sca
   unpack<BITS>(codes, code);
   const float s = widen_scale(scale);
   Block next;
-  for (int p = 0; p < kParts; ++p) next.v[p] = dequantize_part(grid, code[p], s);
+  for (int p = 0; p < kParts; ++p) next.v[p] = dequantize_part<BITS>(grid, code[p], s);
   if constexpr (kHasRow<Row>) {
     const Block old = read(row);
     for (int p = 0; p < kParts; ++p) next.v[p] = old.v[p] + next.v[p];
@@ -235,8 +316,8 @@ uint32_t encode_row(const Layout& layout, const Grid& grid, const float* h, cons
       if ((bits & kAbs) > extreme) extreme = bits & kAbs, negative = bits >> 31;
     }
     worst = worst > extreme ? worst : extreme;
-    const uint16_t scale = *scales++ = grid.scale(extreme, negative);
-    const float divisor = grid.divisor(scale);
+    const uint16_t scale = *scales++ = grid.scale(extreme, negative != 0);
+    const float divisor = scale == 0 ? as_float(kInfinity) : widen_scale(scale);
     for (size_t i = first; i < end; ++i) {
       const float z = delta(i) / divisor * grid.levels;
       int32_t code = static_cast<int32_t>(as_bits(z + kRoundMagic)) - (kRoundBits - grid.full);
@@ -288,16 +369,22 @@ bool exact_sums(const Layout& layout, const Grid& grid, const float* h, const Ro
 // --- whole matrices -----------------------------------------------------------------------------
 
 template <int BITS, class Row>
-uint32_t encode_row_32(const Grid& grid, size_t channels, const float* h, const Row* row,
-                       uint8_t* codes, uint16_t* scales, Row* new_row, Squares& squares) {
+uint32_t encode_row_32(const Grid grid, size_t channels, const float* h, const Row* row,
+                       uint8_t* codes, uint16_t* scales, Row* new_row, Squares* total) {
+  // `grid` and `squares` are copies that nothing points to, so that they stay in registers: a
+  // store to `codes` may alias anything else.
+  Squares squares;
   uint32_t worst = 0;
-  size_t c = 0;
-  for (; c + kBlock <= channels; c += kBlock, codes += 4 * BITS) {
-    const uint32_t extreme = encode_block<BITS, Row>(
-        grid, h + c, kHasRow<Row> ? row + c : nullptr, kBlock, codes, scales++,
-        kHasRow<Row> ? new_row + c : nullptr, squares);
+  const size_t whole = channels / kBlock;
+  for (size_t done = 0; done < whole; done += kBatch) {
+    const int blocks = static_cast<int>(whole - done < kBatch ? whole - done : kBatch);
+    const size_t c = kHasRow<Row> ? done * kBlock : 0;
+    const uint32_t extreme =
+        encode_blocks<BITS, Row>(grid, blocks, h + done * kBlock, row + c, kBlock,
+                                 codes + done * 4 * BITS, scales + done, new_row + c, squares);
     worst = worst > extreme ? worst : extreme;
   }
+  const size_t c = whole * kBlock;
   if (c < channels) {
     const size_t count = channels - c;
     float padded[kBlock] = {};
@@ -305,17 +392,19 @@ uint32_t encode_row_32(const Grid& grid, size_t channels, const float* h, const 
     uint8_t packed[4 * BITS];
     std::memcpy(padded, h + c, count * sizeof(float));
     if constexpr (kHasRow<Row>) std::memcpy(old, row + c, count * sizeof(Row));
-    const uint32_t extreme = encode_block<BITS, Row>(grid, padded, old, static_cast<int>(count),
-                                                     packed, scales, next, squares);
+    const uint32_t extreme = encode_blocks<BITS, Row>(
+        grid, 1, padded, old, static_cast<int>(count), packed, scales + whole, next, squares);
     worst = worst > extreme ? worst : extreme;
+    codes += whole * 4 * BITS;
     std::memcpy(codes, packed, (count * BITS + 7) / 8);
     if constexpr (kHasRow<Row>) std::memcpy(new_row + c, next, count * sizeof(Row));
   }
+  *total = squares;
   return worst;
 }
 
 template <int BITS, class Row>
-void decode_row_32(const Grid& grid, size_t channels, const uint8_t* codes, const uint16_t* scales,
+void decode_row_32(const Grid grid, size_t channels, const uint8_t* codes, const uint16_t* scales,
                    const Row* row, float* out, Row* new_row) {
   size_t c = 0;
   for (; c + kBlock <= channels; c += kBlock, codes += 4 * BITS)
@@ -334,40 +423,53 @@ void decode_row_32(const Grid& grid, size_t channels, const uint8_t* codes, cons
   }
 }
 
+// Rows that are whole blocks lie back to back in every buffer: they are worked on as rows of a
+// length that suits the machine.
+struct Span {
+  explicit Span(const Layout& layout) : rest(layout.rows * layout.channels) {
+    const bool whole = layout.group == kBlock && layout.channels % kBlock == 0;
+    length = whole ? 2048 : layout.channels;
+  }
+  size_t next() {
+    const size_t taken = length < rest ? length : rest;
+    rest -= taken;
+    return taken;
+  }
+
+  size_t rest, length;
+};
+
 template <int BITS, class Row>
 size_t encode(const Layout& layout, const float* h, const Row* row, uint8_t* codes,
               uint16_t* scales, Row* new_row, Sums* sums) {
   const Grid grid(layout);
-  const size_t channels = layout.channels;
   size_t bad = 0;
-  for (size_t r = 0; r < layout.rows; ++r) {
+  for (Span span(layout); span.rest > 0;) {
+    const Layout part = {1, span.next(), layout.bits, layout.group, layout.symmetric};
     Squares squares;
     uint32_t worst;
-    bool exact = false;
-    if (layout.group == kBlock) {
-      worst = encode_row_32<BITS, Row>(grid, channels, h, row, codes, scales, new_row, squares);
-    } else {
-      worst = encode_row<Row>(layout, grid, h, row, codes, scales, new_row);
-      exact = true;
-    }
+    const bool fused = layout.group == kBlock;
+    if (fused)
+      worst = encode_row_32<BITS, Row>(grid, part.channels, h, row, codes, scales, new_row, &squares);
+    else
+      worst = encode_row<Row>(part, grid, h, row, codes, scales, new_row);
     bool good = worst < kInfinity;
     if constexpr (kHasRow<Row>) {
       const float value = sum(squares.value), delta = sum(squares.delta);
-      exact = exact || !(value > kSquaresLow && value < kSquaresHigh && delta < kSquaresHigh);
-      if (!exact) {
+      if (fused && value > kSquaresLow && value < kSquaresHigh && delta < kSquaresHigh) {
         sums->delta += delta;
         sums->value += value;
         sums->error += sum(squares.error);
       } else if (good) {
-        good = exact_sums<Row>(layout, grid, h, row, codes, scales, new_row, sums);
+        good = exact_sums<Row>(part, grid, h, row, codes, scales, new_row, sums);
       }
-      row += channels;
-      new_row += channels;
+      row += part.channels;
+      new_row += part.channels;
     }
     bad += !good;
-    h += channels;
-    codes += layout.code_bytes();
-    scales += layout.num_groups();
+    h += part.channels;
+    codes += part.code_bytes();
+    scales += part.num_groups();
   }
   return bad;
 }
@@ -377,21 +479,22 @@ size_t decode(const Layout& layout, const uint8_t* codes, const uint16_t* scales
               float* out, Row* new_row) {
   const Grid grid(layout);
   size_t bad = 0;
-  for (size_t r = 0; r < layout.rows; ++r) {
-    bool good = true;
-    for (size_t g = 0; g < layout.num_groups(); ++g) good = good && is_finite(scales[g]);
+  for (Span span(layout); span.rest > 0;) {
+    const Layout part = {1, span.next(), layout.bits, layout.group, layout.symmetric};
+    uint32_t good = 1;
+    for (size_t g = 0; g < part.num_groups(); ++g) good &= is_finite(scales[g]);
     bad += !good;
     if (layout.group == kBlock)
-      decode_row_32<BITS, Row>(grid, layout.channels, codes, scales, row, out, new_row);
+      decode_row_32<BITS, Row>(grid, part.channels, codes, scales, row, out, new_row);
     else
-      decode_row<Row>(layout, grid, codes, scales, row, out, new_row);
+      decode_row<Row>(part, grid, codes, scales, row, out, new_row);
     if constexpr (kHasRow<Row>) {
-      row += layout.channels;
-      new_row += layout.channels;
+      row += part.channels;
+      new_row += part.channels;
     }
-    out += layout.channels;
-    codes += layout.code_bytes();
-    scales += layout.num_groups();
+    out += part.channels;
+    codes += part.code_bytes();
+    scales += part.num_groups();
   }
   return bad;
 }

@@ -31,7 +31,7 @@ struct Sums {
   double error = 0;
 };
 
-// Each returns how many rows could not be coded: values (encoding) or scales (decoding) that are
+// Each returns how many rows (or parts) could not be coded: values (encoding) or scales (decoding) that are
 // not finite. A caller that gets anything but 0 throws the outputs away.
 // `row` and `new_row` are bf16 if row_is_bf16, else fp32.
 struct Kernels {

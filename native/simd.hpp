@@ -51,36 +51,90 @@ RP_INLINE uint32_t as_bits(float v) {
 RP_INLINE Ints max(Ints a, Ints b) { return a > b ? a : b; }
 RP_INLINE Ints min(Ints a, Ints b) { return a < b ? a : b; }
 
-RP_INLINE uint32_t largest(Ints v) {
+// The largest lane of `a` and that of `b`; lanes are not negative.
+RP_INLINE void largest(Ints a, Ints b, int32_t* most_a, int32_t* most_b) {
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
-  return static_cast<uint32_t>(_mm512_reduce_max_epi32((__m512i)v));
+  const __m256i a8 = _mm256_max_epi32(_mm512_castsi512_si256((__m512i)a),
+                                      _mm512_extracti64x4_epi64((__m512i)a, 1));
+  const __m256i b8 = _mm256_max_epi32(_mm512_castsi512_si256((__m512i)b),
+                                      _mm512_extracti64x4_epi64((__m512i)b, 1));
 #else
-  int32_t lanes[kWidth], best = 0;
-  store(lanes, v);
-  for (int i = 0; i < kWidth; ++i) best = lanes[i] > best ? lanes[i] : best;
-  return static_cast<uint32_t>(best);
+  const __m256i a8 = (__m256i)a, b8 = (__m256i)b;
+#endif
+  const __m128i a4 = _mm_max_epi32(_mm256_castsi256_si128(a8), _mm256_extracti128_si256(a8, 1));
+  const __m128i b4 = _mm_max_epi32(_mm256_castsi256_si128(b8), _mm256_extracti128_si256(b8, 1));
+  const __m128i ab = _mm_max_epi32(_mm_unpacklo_epi64(a4, b4), _mm_unpackhi_epi64(a4, b4));
+  const __m128i most = _mm_max_epi32(ab, _mm_shuffle_epi32(ab, 0xb1));
+  *most_a = _mm_cvtsi128_si32(most);
+  *most_b = _mm_extract_epi32(most, 2);
+#else
+  int32_t lanes_a[kWidth], lanes_b[kWidth];
+  store(lanes_a, a);
+  store(lanes_b, b);
+  *most_a = *most_b = 0;
+  for (int i = 0; i < kWidth; ++i) {
+    *most_a = lanes_a[i] > *most_a ? lanes_a[i] : *most_a;
+    *most_b = lanes_b[i] > *most_b ? lanes_b[i] : *most_b;
+  }
 #endif
 }
 
-// The sign bits of the lanes, lane 0 in bit 0.
-RP_INLINE uint32_t signs(Ints v) {
-#if defined(__AVX512DQ__)
-  return static_cast<uint32_t>(_mm512_movepi32_mask((__m512i)v));
-#elif defined(__AVX2__)
-  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)v));
-#elif defined(__SSE2__)
-  return static_cast<uint32_t>(_mm_movemask_ps((__m128)v));
+#if defined(__FMA__) || defined(__AVX512F__)
+constexpr bool kFused = true;
 #else
-  uint32_t mask = 0;
-  for (int i = 0; i < kWidth; ++i) mask |= (static_cast<uint32_t>(v[i]) >> 31) << i;
-  return mask;
+constexpr bool kFused = false;
+#endif
+
+// x / y rounded as one division is, given y's rounded reciprocal: one step of Markstein's method,
+// which is exact as long as nothing over- or underflows (see kUsualScale in kernels.cpp) and the
+// significand of y is not all ones (it is a bf16 or a small integer).
+RP_INLINE Floats quotient(Floats x, float y, [[maybe_unused]] float reciprocal) {
+#if defined(__AVX512F__)
+  const __m512 r = _mm512_set1_ps(reciprocal), first = _mm512_mul_ps((__m512)x, r);
+  const __m512 rest = _mm512_fnmadd_ps(first, _mm512_set1_ps(y), (__m512)x);
+  return (Floats)_mm512_fmadd_ps(rest, r, first);
+#elif defined(__FMA__)
+  const __m256 r = _mm256_set1_ps(reciprocal), first = _mm256_mul_ps((__m256)x, r);
+  const __m256 rest = _mm256_fnmadd_ps(first, _mm256_set1_ps(y), (__m256)x);
+  return (Floats)_mm256_fmadd_ps(rest, r, first);
+#else
+  return x / y;
+#endif
+}
+
+// Entry `index % kTable` of a table, where the instruction set has one instruction for it.
+#if defined(__AVX512F__)
+constexpr int kTable = 16;
+RP_INLINE Floats lookup(Floats table, Ints index) {
+  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+}
+#else
+constexpr int kTable = 0;
+RP_INLINE Floats lookup(Floats table, Ints) { return table; }
+#endif
+
+// total + x*x; for sums that need not be the same to the bit.
+RP_INLINE Floats add_square(Floats total, Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)total);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)x, (__m256)total);
+#else
+  return total + x * x;
 #endif
 }
 
 RP_INLINE float sum(Floats v) {
-  float total = 0;
-  for (int i = 0; i < kWidth; ++i) total += v[i];
-  return total;
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float lanes[kWidth];
+  store(lanes, v);
+  for (int width = kWidth / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+#endif
 }
 
 // 32 lanes in 0..255 as 32 bytes, and back.
@@ -94,6 +148,16 @@ RP_INLINE Words join_bytes(const Ints (&v)[kParts]) {
   const __m256i b = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   return (Words)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), order);
+#elif defined(__SSE2__)
+  Words w;
+  for (int half = 0; half < 2; ++half) {
+    const __m128i a = _mm_packs_epi32((__m128i)v[4 * half], (__m128i)v[4 * half + 1]);
+    const __m128i b = _mm_packs_epi32((__m128i)v[4 * half + 2], (__m128i)v[4 * half + 3]);
+    const __m128i bytes = _mm_packus_epi16(a, b);
+    w[2 * half] = static_cast<uint64_t>(_mm_cvtsi128_si64(bytes));
+    w[2 * half + 1] = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_unpackhi_epi64(bytes, bytes)));
+  }
+  return w;
 #else
   uint8_t bytes[kBlock];
   for (int p = 0; p < kParts; ++p) store(bytes + p * kWidth, __builtin_convertvector(v[p], Bytes));
@@ -112,6 +176,14 @@ RP_INLINE void split_bytes(Words w, Ints (&v)[kParts]) {
   v[1] = (Ints)_mm256_cvtepu8_epi32(_mm_srli_si128(low, 8));
   v[2] = (Ints)_mm256_cvtepu8_epi32(high);
   v[3] = (Ints)_mm256_cvtepu8_epi32(_mm_srli_si128(high, 8));
+#elif defined(__SSE2__)
+  const __m128i zero = _mm_setzero_si128();
+  for (int i = 0; i < 4; ++i) {
+    const __m128i halves =
+        _mm_unpacklo_epi8(_mm_cvtsi64_si128(static_cast<long long>(w[i])), zero);
+    v[2 * i] = (Ints)_mm_unpacklo_epi16(halves, zero);
+    v[2 * i + 1] = (Ints)_mm_unpackhi_epi16(halves, zero);
+  }
 #else
   uint8_t bytes[kBlock];
   store(bytes, w);
@@ -120,15 +192,25 @@ RP_INLINE void split_bytes(Words w, Ints (&v)[kParts]) {
 #endif
 }
 
-// Lanes in 0..65535 as 16-bit values, and back.
-RP_INLINE void store_halves(uint16_t* to, const Ints (&v)[kParts]) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+// The upper halves of the lanes as 16-bit values; and such values as lower halves.
+RP_INLINE void store_upper(uint16_t* to, const Uints (&v)[kParts]) {
+#if defined(__AVX512F__)
+  alignas(64) static constexpr uint16_t odd[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                   23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                   45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  store(to, _mm512_permutex2var_epi16((__m512i)v[0], load<__m512i>(odd), (__m512i)v[1]));
+#elif defined(__AVX2__)
   for (int p = 0; p < kParts; p += 2) {
-    const __m256i packed = _mm256_packus_epi32((__m256i)v[p], (__m256i)v[p + 1]);
+    const __m256i packed = _mm256_packus_epi32((__m256i)(v[p] >> 16), (__m256i)(v[p + 1] >> 16));
     store(to + p * kWidth, _mm256_permute4x64_epi64(packed, 0xd8));
   }
+#elif defined(__SSE2__)
+  for (int p = 0; p < kParts; p += 2)  // shifted with its sign a half survives a signed packing
+    store(to + p * kWidth, _mm_packs_epi32((__m128i)((Ints)v[p] >> 16),
+                                           (__m128i)((Ints)v[p + 1] >> 16)));
 #else
-  for (int p = 0; p < kParts; ++p) store(to + p * kWidth, __builtin_convertvector(v[p], Halves));
+  for (int p = 0; p < kParts; ++p)
+    store(to + p * kWidth, __builtin_convertvector(v[p] >> 16, Halves));
 #endif
 }
 
@@ -137,6 +219,8 @@ RP_INLINE Ints load_halves(const uint16_t* from) {
   return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(from));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepu16_epi32(load<__m128i>(from));
+#elif defined(__SSE2__)
+  return (Ints)_mm_unpacklo_epi16(_mm_cvtsi64_si128(load<long long>(from)), _mm_setzero_si128());
 #else
   return __builtin_convertvector(load<Halves>(from), Ints);
 #endif
@@ -144,9 +228,9 @@ RP_INLINE Ints load_halves(const uint16_t* from) {
 
 // bf16 is the upper half of an fp32; rounding to nearest even. For finite values.
 RP_INLINE Floats widen(const uint16_t* from) { return (Floats)(load_halves(from) << 16); }
-RP_INLINE Ints round_bf16(Floats v) {
+RP_INLINE Uints round_bf16(Floats v) {  // in the upper half
   const Uints bits = (Uints)v;
-  return (Ints)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
 // --- bit streams: 32 codes <-> 4*BITS bytes -----------------------------------------------------
@@ -218,27 +302,55 @@ RP_INLINE void pack(Words w, uint8_t* to) {
   for (int i = 0; i < 4; ++i) store_word<BITS>(to + i * BITS, w[i]);
 }
 
+#if defined(__AVX2__)
+// For each of 32 lanes: which bytes of the stream hold its code, and how far up it lies in them.
+template <int BITS>
+struct Spread {
+  uint8_t bytes[4 * kBlock] = {};
+  int32_t shifts[kWidth] = {};
+
+  constexpr Spread() {
+    for (int lane = 0; lane < kBlock; ++lane) {
+      const int bit = lane * BITS, last = (bit + BITS - 1) / 8;
+      bytes[4 * lane] = static_cast<uint8_t>(bit / 8);
+      bytes[4 * lane + 1] = last > bit / 8 ? static_cast<uint8_t>(last) : 0x80;  // 0x80: a zero
+      bytes[4 * lane + 2] = bytes[4 * lane + 3] = 0x80;
+      shifts[lane % kWidth] = bit % 8;  // the same in each part: 8 lanes are whole bytes
+    }
+  }
+};
+
+// The 4*BITS bytes of 32 codes, not one byte more.
+template <int BITS>
+RP_INLINE __m128i load_stream(const uint8_t* from) {
+  if constexpr (BITS == 4) return load<__m128i>(from);
+  if constexpr (BITS == 3)
+    return _mm_insert_epi32(_mm_cvtsi64_si128(load<long long>(from)), load<int>(from + 8), 2);
+  if constexpr (BITS == 2) return _mm_cvtsi64_si128(load<long long>(from));
+  return _mm_cvtsi32_si128(load<int>(from));
+}
+#endif
+
+// 32 codes. Where they are looked up in a table of kTable entries, higher bits may be set.
 template <int BITS>
 RP_INLINE void unpack(const uint8_t* from, Ints (&codes)[kParts]) {
 #if defined(__AVX2__)
-  if constexpr (BITS <= 4) {  // eight codes fit 32 bits: copy to all lanes, shift each by its own
-    constexpr int b = BITS;
+  if constexpr (BITS <= 4) {  // give each lane the two bytes its code is in, and shift it down
+    alignas(64) static constexpr Spread<BITS> spread;
+    const __m128i stream = load_stream<BITS>(from);
+    for (int p = 0; p < kParts; ++p) {
 #if defined(__AVX512F__)
-    const __m512i by = _mm512_setr_epi32(0, b, 2 * b, 3 * b, 4 * b, 5 * b, 6 * b, 7 * b, 0, b,
-                                         2 * b, 3 * b, 4 * b, 5 * b, 6 * b, 7 * b);
-    for (int p = 0; p < kParts; ++p) {
-      const int low = static_cast<int>(load_word<BITS>(from + 2 * p * BITS));
-      const int high = static_cast<int>(load_word<BITS>(from + (2 * p + 1) * BITS));
-      const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(low), 0xff00, high);
-      codes[p] = (Ints)_mm512_srlv_epi32(both, by) & ((1 << BITS) - 1);
-    }
+      const __m512i pairs = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(stream),
+                                                load<__m512i>(spread.bytes + 4 * kWidth * p));
+      codes[p] = (Ints)_mm512_srlv_epi32(pairs, load<__m512i>(spread.shifts));
 #else
-    const __m256i by = _mm256_setr_epi32(0, b, 2 * b, 3 * b, 4 * b, 5 * b, 6 * b, 7 * b);
-    for (int p = 0; p < kParts; ++p) {
-      const int word = static_cast<int>(load_word<BITS>(from + p * BITS));
-      codes[p] = (Ints)_mm256_srlv_epi32(_mm256_set1_epi32(word), by) & ((1 << BITS) - 1);
-    }
+      const __m256i pairs = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(stream),
+                                                load<__m256i>(spread.bytes + 4 * kWidth * p));
+      codes[p] = (Ints)_mm256_srlv_epi32(pairs, load<__m256i>(spread.shifts));
 #endif
+      // A lookup ignores the neighbour's bits above the code; arithmetic does not.
+      if constexpr (kTable == 0 || kTable % (1 << BITS) != 0) codes[p] &= (1 << BITS) - 1;
+    }
     return;
   }
 #endif
