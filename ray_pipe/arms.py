@@ -42,7 +42,7 @@ class ArmSummary:
     """Mean bytes of a step in the final window: what a step costs once first visits are over."""
 
     losses: tuple[tuple[float, int, float | None], ...]
-    """(wall_s, step, loss) of every step."""
+    """(wall_s, step, loss) of every step, and of those run in overtime to reach the target."""
 
     stage_s: tuple[StageTime, ...]
     """Where each stage's time went, over the steps whose records had spans."""
@@ -129,7 +129,7 @@ def summarize(
         bytes_total=meter.ledger.total(),
         links=meter.ledger.by_link(),
         bytes_last=round(sum(row.nbytes for row in last) / len(last)) if last else 0,
-        losses=tuple((row.wall_s, row.step, row.loss) for row in rows),
+        losses=tuple((row.wall_s, row.step, row.loss) for row in [*rows, *meter.overtime]),
         stage_s=tuple(add_times(times[s] for times in seen) for s in range(num_stages)),
         stage_steps=len(seen) if num_stages else 0,
         codec=rows[-1].codec if rows else {},

@@ -17,7 +17,7 @@ from typing import Any
 
 from compressors import kernels
 from netsim.units import show_bandwidth
-from ray_pipe.arms import ArmSummary, compare, summarize
+from ray_pipe.arms import REFERENCE, ArmSummary, compare, summarize, time_to_target
 from ray_pipe.cluster import StageActors, connect
 from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
@@ -33,6 +33,8 @@ from stages.record import StepRecord
 from stages.rehearsal import StageCosts
 
 RESULTS_SCHEMA = 1
+OVERTIME_SHARE = 0.25
+OVERTIME_MIN_STEPS = 4
 DEADLINE_STEPS = 10
 """A stage waits this many predicted steps for its neighbour before it gives up."""
 
@@ -78,8 +80,7 @@ def run(config: RunConfig, observer: Observer, workload: Workload | None = None)
     for text in check_repeat_visits(config, len(work.samples)):
         observer.on_warning(text)
 
-    path = Path(config.out) / config.name
-    path.mkdir(parents=True, exist_ok=True)
+    path = config.make_folder()
     trained: list[Trained] = []
     states: list[dict[str, Any]] = []
     epoch_s = time.time()
@@ -95,6 +96,12 @@ def run(config: RunConfig, observer: Observer, workload: Workload | None = None)
                         trained.append(one)
                         observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                         train(pipeline, one, observer.on_step)
+                        target = target_of(trained)
+                        if target is not None:
+                            observer.on_phase(
+                                f"{arm.name}: on to fp32's final loss of {target:.4f}"
+                            )
+                            train_on(pipeline, one, target)
                         observer.on_arm_end(one.summary().as_dict())
                     states = pipeline.state_dicts()
         finally:
@@ -130,16 +137,50 @@ def train(
         on_step(one.arm.name, row.as_dict())
 
 
+def target_of(trained: Sequence[Trained]) -> float | None:
+    """The fp32 arm's final loss, if the newest arm has not reached it within its own steps."""
+    *before, newest = [one.summary() for one in trained]
+    target = next((arm.final_loss for arm in before if arm.name == REFERENCE), None)
+    if target is None or newest.final_loss is None:
+        return None
+    window = newest.final_window
+    reached = time_to_target(newest.losses, target=target, window=window) is not None
+    return None if reached else target
+
+
+def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
+    """Overtime: a compressed arm that ends a little above fp32 trains on, so that the time to the
+    same loss can be told. Its final loss, bytes and rates stay those of its own steps."""
+    first = one.arm.num_steps
+    extra = max(OVERTIME_MIN_STEPS, round(first * OVERTIME_SHARE))
+    training = pipeline.train(range(first, first + extra))
+    for records in training:
+        one.meter.add(records, overtime=True)
+        summary = one.summary()
+        if time_to_target(summary.losses, target=target, window=summary.final_window) is not None:
+            break
+    training.close()
+
+
 def results_of(
     config: RunConfig, summaries: Sequence[ArmSummary], trained: Sequence[Trained]
 ) -> dict[str, Any]:
     """The object of results.json."""
+    by_name = {one.arm.name: one.prediction for one in trained}
+    arms = []
+    for summary in summaries:
+        prediction = by_name[summary.name]
+        arm = summary.as_dict()
+        if prediction is not None:
+            arm["link_compute_ratio"] = prediction.link_to_compute
+            arm["speedup_limit"] = prediction.step_s / prediction.compute_step_s
+        arms.append(arm)
     return {
         "schema": RESULTS_SCHEMA,
         "name": config.name,
         "config": config.to_dict(),
         "native": kernels.core() == "native",
-        "arms": [summary.as_dict() for summary in summaries],
+        "arms": arms,
         "limits": limits_of(trained),
         "environment": environment(),
         "command": shlex.join(["python", "-m", "ray_pipe.run", *sys.argv[1:]]),

@@ -84,13 +84,18 @@ class ArmMeter:
     def __init__(self, name: str, *, sink: MetricsFile | None = None) -> None:
         self.name = name
         self.rows: list[StepRow] = []
+        self.overtime: list[StepRow] = []
+        """Steps beyond the arm's own number, run only to see when it reaches fp32's loss."""
+
         self.ledger = Ledger()
+        self._overtime_ledger = Ledger()
         self._sink = sink
         self._origin_s: float | None = None
         self._stage_end: dict[int, float] = {}
 
-    def add(self, records: Sequence[StepRecord]) -> StepRow:
+    def add(self, records: Sequence[StepRecord], *, overtime: bool = False) -> StepRow:
         """The row of one step, from one record of each stage; also written to the sink."""
+        ledger = self._overtime_ledger if overtime else self.ledger
         records = _one_for_each_stage(records)
         origin = min(record.start_s for record in records)
         if self._origin_s is None:
@@ -111,13 +116,13 @@ class ArmMeter:
             step_s=max(end - previous_end, 0.0),
             # Every stage sees every micro-batch: the batch is counted once, not once a stage.
             num_tokens=max(record.num_tokens for record in records),
-            sent=self.ledger.add(records),
+            sent=ledger.add(records),
             stage_s=tuple(stage_times(records, starts=self._stage_end)),
             codec=_codec_of(records),
             events=tuple(event for record in records for event in record.events),
         )
         self._stage_end = {record.stage: record.end_s for record in records}
-        self.rows.append(row)
+        (self.overtime if overtime else self.rows).append(row)
         if self._sink is not None:
             self._sink.write(row)
         return row

@@ -11,7 +11,7 @@ aborts the survivors, hears them out, and says who failed and why.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import ray
@@ -51,15 +51,23 @@ class Pipeline:
         self.infos: list[dict[str, Any]] = self._gather(calls, step=0)
         refuse_other_source(self.infos)
 
-    def train(self) -> Iterator[Records]:
-        """Run the arm; yields the records of each step, in order."""
+    def train(self, steps: range | None = None) -> Generator[Records, None, None]:
+        """Run the arm's steps (or some more); yields the records of each step, in order.
+
+        Closing the generator lets the steps that are already in flight end first.
+        """
         running: deque[tuple[int, dict[Any, int]]] = deque()
-        for step in range(self.arm.num_steps):
-            running.append((step, self._start(self.arm.plan(step))))
-            if len(running) == AHEAD:
+        try:
+            for step in range(self.arm.num_steps) if steps is None else steps:
+                running.append((step, self._start(self.arm.plan(step))))
+                if len(running) == AHEAD:
+                    yield self._collect(*running.popleft())
+            while running:
                 yield self._collect(*running.popleft())
-        while running:
-            yield self._collect(*running.popleft())
+        except GeneratorExit:
+            while running:
+                self._collect(*running.popleft())
+            raise
 
     def evaluate(self, plan: StepPlan) -> Records:
         """Forward passes only, uncompressed; nothing that training remembers is touched."""
@@ -111,8 +119,8 @@ class RefsPipeline(Pipeline):
 
     transport = "refs"
 
-    def train(self) -> Iterator[Records]:
-        for step in range(self.arm.num_steps):
+    def train(self, steps: range | None = None) -> Generator[Records, None, None]:
+        for step in range(self.arm.num_steps) if steps is None else steps:
             yield self.run_step(self.arm.plan(step))
 
     def evaluate(self, plan: StepPlan) -> Records:

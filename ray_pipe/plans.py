@@ -33,7 +33,7 @@ class Arm:
     def plan(self, step: int) -> StepPlan:
         """What every stage is told about a step."""
         optim = self.config.optim
-        coming = self.order.at(step + 1) if step + 1 < self.num_steps else ()
+        coming = self.order.at(step + 1)
         return StepPlan(
             step=step,
             micro_batches=self.order.at(step),

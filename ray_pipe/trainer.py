@@ -1,7 +1,7 @@
 """The Python entry point, in the manner of Ray's own libraries: configuration in, `Result` out.
 
-    trainer = PipelineTrainer(blocks, loss=torch.nn.functional.mse_loss, dataset=dataset)
-    result = trainer.fit()
+trainer = PipelineTrainer(blocks, loss=torch.nn.functional.mse_loss, dataset=dataset)
+result = trainer.fit()
 """
 
 from __future__ import annotations
