@@ -5,8 +5,7 @@ Path: compressors.delta -> compressors.kernels -> compressors.frame
 Each entry point exists twice, in C++ (`native/kernels.cpp`) and as torch operations
 (`compressors.kernels_torch`), and gives the same codes, scales and rows to the bit, so that the
 two ends of a link may differ in hardware. CPU tensors go to the native core, all others to the
-twin. `core()` says which one serves the CPU; a missing native core is logged once as a warning,
-and RAY_PIPE_CORE=native makes it an error instead.
+twin; `compressors.native` says which core is in use.
 
 Tensors are matrices here: a row is a token (or whatever else has its own scales), a column a
 channel. Codes are uint8 [R, ceil(C*bits/8)], scales bfloat16 [R, ceil(C/group)].
@@ -14,23 +13,32 @@ channel. Codes are uint8 [R, ceil(C*bits/8)], scales bfloat16 [R, ceil(C/group)]
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
-from types import ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compressors import kernels_torch as twin
 from compressors.base import CodecError
+from compressors.native import build_info, core, native, use
 
-NATIVE_ABI = 1
+__all__ = [
+    "DeltaStats",
+    "NonFinite",
+    "build_info",
+    "check_grid",
+    "core",
+    "delta_decode",
+    "delta_encode",
+    "dequantize",
+    "non_finite",
+    "packed_nbytes",
+    "quantize",
+    "use",
+]
+
 GRIDS = ("signed", "symmetric")
 ROW_DTYPES = (torch.bfloat16, torch.float32)
-
-_log = logging.getLogger("ray_pipe")
 
 
 class NonFinite(CodecError):
@@ -67,16 +75,16 @@ def quantize(
 
     Raises `NonFinite` if a value is an infinity or NaN.
     """
-    _check_grid(bits, group, grid)
+    check_grid(bits, group, grid)
     rows, channels = _check_matrix("x", x, (torch.float32,))
     if not _is_native(x):
         coded = twin.quantize(x, bits=bits, group=group, grid=grid)
         if coded is None:
-            raise _non_finite("x", x)
+            raise non_finite("x", x)
         return coded
     x = x.contiguous()
     codes, scales = _new_packed(x, bits, group)
-    bad = _native().quantize(
+    bad = native().quantize(
         x.data_ptr(),
         codes.data_ptr(),
         scales.data_ptr(),
@@ -87,7 +95,7 @@ def quantize(
         grid == "symmetric",
     )
     if bad:
-        raise _non_finite("x", x)
+        raise non_finite("x", x)
     return codes, scales
 
 
@@ -104,14 +112,14 @@ def dequantize(
 
     Raises `CodecError` if the sizes do not fit or a scale is not finite.
     """
-    _check_grid(bits, group, grid)
+    check_grid(bits, group, grid)
     rows = _check_packed(codes, scales, channels, bits, group)
     if not _is_native(codes):
         _check_scales(scales)
         return twin.dequantize(codes, scales, channels=channels, bits=bits, group=group, grid=grid)
     codes, scales = codes.contiguous(), scales.contiguous()
     out = torch.empty(rows, channels)
-    bad = _native().dequantize(
+    bad = native().dequantize(
         codes.data_ptr(),
         scales.data_ptr(),
         out.data_ptr(),
@@ -135,7 +143,7 @@ def delta_encode(
     fp32): what `delta_decode` computes at the other end, never `h` itself. Raises `NonFinite`,
     changing nothing, if h, the difference or the new row is not finite.
     """
-    _check_grid(bits, group, grid)
+    check_grid(bits, group, grid)
     rows, channels = _check_matrix("h", h, (torch.float32,))
     _check_row(row, rows, channels, h.device)
     if not _is_native(h):
@@ -146,7 +154,7 @@ def delta_encode(
     h, row = h.contiguous(), row.contiguous()
     codes, scales = _new_packed(h, bits, group)
     new_row = torch.empty_like(row)
-    bad, delta, value, error = _native().delta_encode(
+    bad, delta, value, error = native().delta_encode(
         h.data_ptr(),
         row.data_ptr(),
         codes.data_ptr(),
@@ -177,7 +185,7 @@ def delta_decode(
 
     Raises `CodecError` if the sizes do not fit or a scale is not finite.
     """
-    _check_grid(bits, group, grid)
+    check_grid(bits, group, grid)
     _check_matrix("row", row, ROW_DTYPES)
     rows, channels = row.shape
     if _check_packed(codes, scales, channels, bits, group) != rows:
@@ -189,7 +197,7 @@ def delta_decode(
     new = torch.empty(rows, channels)
     narrow = row.dtype == torch.bfloat16
     new_row = torch.empty_like(row)
-    bad = _native().delta_decode(
+    bad = native().delta_decode(
         codes.data_ptr(),
         scales.data_ptr(),
         row.data_ptr(),
@@ -212,89 +220,15 @@ def packed_nbytes(rows: int, channels: int, *, bits: int, group: int = 32) -> tu
     return rows * -(-channels * bits // 8), rows * -(-channels // group) * 2
 
 
-# --- which core ---------------------------------------------------------------------------------
-
-_UNTRIED = object()
-_loaded: Any = _UNTRIED
-_chosen: str | None = os.environ.get("RAY_PIPE_CORE") or None
-
-
-def core() -> str:
-    """Which core serves CPU tensors: "native" or "torch"."""
-    if _chosen == "torch":
-        return "torch"
-    return "native" if _load() is not None else "torch"
-
-
-class use:
-    """Choose the core for CPU tensors in this process; as a context, until it ends."""
-
-    def __init__(self, core: str) -> None:
-        global _chosen
-        if core not in ("native", "torch"):
-            raise ValueError(f'core is "native" or "torch", got {core!r}')
-        if core == "native":
-            _require()
-        self._before = _chosen
-        _chosen = core
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _chosen
-        _chosen = self._before
-
-
-def build_info() -> dict[str, str]:
-    """How the native core was built and which instruction set it uses; empty without it."""
-    module = _load()
-    return dict(module.build_info()) if module is not None else {}
-
-
-def _load() -> ModuleType | None:
-    """The native module, imported once; None, with one warning, where it cannot be used."""
-    global _loaded
-    if _loaded is _UNTRIED:
-        if _chosen not in (None, "native", "torch"):
-            raise ValueError(f'RAY_PIPE_CORE is "native" or "torch", got {_chosen!r}')
-        try:
-            _loaded = _require()
-        except ImportError as error:
-            if _chosen == "native":
-                raise
-            _loaded = None
-            _log.warning("native core not in use, codecs run as torch operations: %s", error)
-    return _loaded  # type: ignore[no-any-return]
-
-
-def _require() -> ModuleType:
-    module = importlib.import_module("ray_pipe_native")
-    if module.ABI != NATIVE_ABI:
-        raise ImportError(
-            f"ray_pipe_native has ABI {module.ABI}, compressors.kernels needs {NATIVE_ABI}; "
-            "rebuild it with `pip install -e . --no-deps`"
-        )
-    return module
-
-
-def _native() -> Any:
-    return _loaded
+# --- checks -------------------------------------------------------------------------------------
 
 
 def _is_native(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and core() == "native"
 
 
-# --- checks -------------------------------------------------------------------------------------
-
-
-def _check_grid(bits: int, group: int, grid: str) -> None:
+def check_grid(bits: int, group: int, grid: str) -> None:
+    """Raise ValueError unless there is such a grid."""
     if grid not in GRIDS:
         raise ValueError(f"grid is one of {list(GRIDS)}, got {grid!r}")
     least = 2 if grid == "symmetric" else 1
@@ -354,7 +288,8 @@ def _rows_where_not_finite(x: Tensor) -> tuple[int, ...]:
     return tuple((~torch.isfinite(x)).any(dim=1).nonzero().flatten().tolist())
 
 
-def _non_finite(what: str, x: Tensor) -> NonFinite:
+def non_finite(what: str, x: Tensor) -> NonFinite:
+    """The error to raise for a matrix that has values which are not finite."""
     return NonFinite(what, _rows_where_not_finite(x))
 
 

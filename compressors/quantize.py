@@ -1,0 +1,260 @@
+"""Uniform quantisers: the codecs that send a few bits for each value, without memory.
+
+Path: compressors.base -> compressors.quantize -> compressors.kernels
+
+`Uniform` has a bf16 scale for each group of channels of each token: the signed-scale grid (the
+default, all 2^bits levels serve) or the symmetric one. `Reference` is the paper's own codec, one
+fp16 scale for each channel, kept as a baseline with its faults: it is neither odd nor idempotent
+and damages tensors below 1e-5.
+
+Tensors are read as matrices [rows, last dimension]. Padded positions are neither sent nor enter a
+scale; they decode to zero. Infinities and NaNs fit no grid: encoding raises `kernels.NonFinite`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from compressors import kernels, kernels_torch
+from compressors.base import CodecError, Compressor, Packet, SampleKeys, State, Stateless
+from compressors.identity import dtype_name, dtype_of, from_part, to_part
+from compressors.padding import join_valid, lengths_of, num_valid_rows, split_valid
+
+SAFE_CONTRACTION: Final = math.sqrt(0.5)
+"""AC-SGD's theorem asks of a codec that ‖x - Q(x)‖ stays below this times ‖x‖."""
+
+
+class Uniform(Stateless):
+    """Groups of channels on a uniform grid: `bits` for a value, 16 for the scale of a group."""
+
+    name = "uniform"
+
+    def __init__(
+        self,
+        bits: int,
+        *,
+        grid: str = "signed",
+        group: int = 32,
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        kernels.check_grid(bits, group, grid)
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding is "nearest" or "stochastic", got {rounding!r}')
+        self.bits = bits
+        self.grid = grid
+        self.group = group
+        self.rounding = rounding
+        self.seed = seed
+        self._num_draws = 0  # committed and staged; each encoding has random numbers of its own
+        self._num_committed = 0
+
+    def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
+        matrix, lengths = split_valid(_floats(tensor, self.name), keys)
+        codes, scales = self._quantize(matrix, keys)
+        meta: dict[str, object] = {
+            "bits": self.bits,
+            "grid": self.grid,
+            "group": self.group,
+            "dtype": dtype_name(tensor.dtype),
+        }
+        if lengths is not None:
+            meta["lengths"] = lengths
+        parts = to_part(codes), to_part(scales)
+        return Packet(codec=self.name, shape=tuple(tensor.shape), meta=meta, parts=parts)
+
+    def decode(self, packet: Packet) -> Tensor:
+        bits, group, grid = _whole(packet, "bits"), _whole(packet, "group"), packet.meta.get("grid")
+        if not isinstance(grid, str):
+            raise CodecError(f"{packet.codec} packet has grid {grid!r:.40}, not a name")
+        try:
+            kernels.check_grid(bits, group, grid)
+        except ValueError as error:
+            raise CodecError(f"{packet.codec} packet: {error}") from None
+        dtype, lengths = dtype_of(packet), lengths_of(packet)
+        rows, channels = num_valid_rows(packet.shape, lengths)
+        code_part, scale_part = _two_parts(packet)
+        stride, num_groups = -(-channels * bits // 8), -(-channels // group)
+        codes = from_part(code_part, torch.uint8, (rows, stride), codec=packet.codec)
+        scales = from_part(scale_part, torch.bfloat16, (rows, num_groups), codec=packet.codec)
+        matrix = kernels.dequantize(
+            codes, scales, channels=channels, bits=bits, group=group, grid=grid
+        )
+        return join_valid(matrix, packet.shape, lengths).to(dtype)
+
+    def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
+        rows, channels = num_valid_rows(shape, None)
+        return sum(kernels.packed_nbytes(rows, channels, bits=self.bits, group=self.group))
+
+    @property
+    def contraction(self) -> float:
+        """‖x - Q(x)‖/‖x‖, the worst of Gaussian, Laplace and Student-3 values; measured."""
+        return _uniform_contraction(self.bits, self.grid, self.group, self.rounding)
+
+    @property
+    def safe(self) -> bool:
+        """Whether the contraction is within what AC-SGD's theorem asks."""
+        return self.contraction < SAFE_CONTRACTION
+
+    def commit(self) -> None:
+        self._num_committed = self._num_draws
+
+    def abort(self) -> None:
+        self._num_draws = self._num_committed
+
+    def state_dict(self) -> State:
+        return {"num_draws": self._num_committed} if self.rounding == "stochastic" else {}
+
+    def load_state_dict(self, state: State) -> None:
+        if self.rounding != "stochastic":
+            super().load_state_dict(state)
+            return
+        if set(state) != {"num_draws"}:
+            raise ValueError(f"stochastic rounding saves num_draws, got keys {sorted(state)}")
+        self._num_draws = self._num_committed = int(state["num_draws"])
+
+    def _quantize(self, matrix: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        if self.rounding == "nearest":
+            return kernels.quantize(matrix, bits=self.bits, group=self.group, grid=self.grid)
+        coded = kernels_torch.quantize(
+            matrix, bits=self.bits, group=self.group, grid=self.grid, generator=self._draw(keys)
+        )
+        if coded is None:
+            raise kernels.non_finite("x", matrix)
+        return coded
+
+    def _draw(self, keys: SampleKeys) -> torch.Generator:
+        """Numbers that depend on the seed and on how many tensors went before, nothing else."""
+        number = self._num_draws
+        if keys.remember:
+            self._num_draws += 1
+        mixed = (self.seed + 1) * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9
+        return torch.Generator().manual_seed(mixed % 2**63)
+
+
+class Reference(Stateless):
+    """The grid of AC-SGD's published code: one fp16 scale per channel for the whole micro-batch."""
+
+    name = "reference"
+
+    def __init__(self, bits: int) -> None:
+        kernels.check_grid(bits, 1, "signed")
+        self.bits = bits
+
+    def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
+        matrix, lengths = split_valid(_floats(tensor, self.name), keys)
+        if not bool(torch.isfinite(matrix).all()):
+            raise kernels.non_finite("x", matrix)
+        rows, channels = matrix.shape
+        full = 1 << (self.bits - 1)
+        largest = matrix.abs().amax(dim=0) if rows else matrix.new_zeros(channels)
+        scales = largest.clamp_(max=torch.finfo(torch.float16).max).to(torch.float16)
+        z = matrix.div(scales.float() + 1e-6).mul_(full).round_()
+        unsigned = z.clamp_(-full, full - 1).add_(full).to(torch.uint8)
+        codes = kernels_torch.pack(unsigned.reshape(1, -1), self.bits)
+        meta: dict[str, object] = {"bits": self.bits, "dtype": dtype_name(tensor.dtype)}
+        if lengths is not None:
+            meta["lengths"] = lengths
+        parts = to_part(codes), to_part(scales)
+        return Packet(codec=self.name, shape=tuple(tensor.shape), meta=meta, parts=parts)
+
+    def decode(self, packet: Packet) -> Tensor:
+        bits = _whole(packet, "bits")
+        if not 1 <= bits <= 8:
+            raise CodecError(f"{packet.codec} packet has {bits} bits, not 1 to 8")
+        dtype, lengths = dtype_of(packet), lengths_of(packet)
+        rows, channels = num_valid_rows(packet.shape, lengths)
+        code_part, scale_part = _two_parts(packet)
+        nbytes = -(-rows * channels * bits // 8)
+        codes = from_part(code_part, torch.uint8, (1, nbytes), codec=packet.codec)
+        scales = from_part(scale_part, torch.float16, (channels,), codec=packet.codec)
+        if not bool(torch.isfinite(scales).all()):
+            raise CodecError(f"{packet.codec} packet has a scale that is not finite")
+        full = 1 << (bits - 1)
+        unsigned = kernels_torch.unpack(codes, rows * channels, bits)
+        value = unsigned.to(torch.float32).sub_(full).div_(full).view(rows, channels)
+        return join_valid(value * scales.float(), packet.shape, lengths).to(dtype)
+
+    def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
+        rows, channels = num_valid_rows(shape, None)
+        return -(-rows * channels * self.bits // 8) + (2 * channels if rows else 0)
+
+    @property
+    def contraction(self) -> float:
+        """‖x - Q(x)‖/‖x‖, the worst of Gaussian, Laplace and Student-3 values; measured.
+
+        For 1024 tokens in a micro-batch; it grows with their number, as the scale does.
+        """
+        return _reference_contraction(self.bits)
+
+    @property
+    def safe(self) -> bool:
+        """Whether the contraction is within what AC-SGD's theorem asks."""
+        return self.contraction < SAFE_CONTRACTION
+
+
+def gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def laplace(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+    return (-uniform.sign() * torch.log1p(-2 * uniform.abs())).float()
+
+
+def student_3(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Heavy tails: three degrees of freedom."""
+    chi2 = torch.randn((3, *shape), generator=generator).square().sum(dim=0)
+    return torch.randn(shape, generator=generator) / (chi2 / 3).sqrt()
+
+
+Distribution = Callable[[tuple[int, ...], torch.Generator], Tensor]
+DISTRIBUTIONS: Final[tuple[Distribution, ...]] = (gaussian, laplace, student_3)
+
+
+def measure_contraction(codec: Compressor, distribution: Distribution, *, seed: int = 0) -> float:
+    """‖x - Q(x)‖/‖x‖ for 1024 tokens of 256 channels."""
+    x = distribution((1, 1024, 256), torch.Generator().manual_seed(seed))
+    decoded = codec.decode(codec.encode(x, keys=SampleKeys(ids=(0,))))
+    return float((x - decoded).norm() / x.norm())
+
+
+@functools.cache
+def _uniform_contraction(bits: int, grid: str, group: int, rounding: str) -> float:
+    codec = Uniform(bits, grid=grid, group=group, rounding=rounding)
+    return max(measure_contraction(codec, each) for each in DISTRIBUTIONS)
+
+
+@functools.cache
+def _reference_contraction(bits: int) -> float:
+    return max(measure_contraction(Reference(bits), each) for each in DISTRIBUTIONS)
+
+
+def _floats(tensor: Tensor, codec: str) -> Tensor:
+    if not tensor.is_floating_point():
+        raise CodecError(
+            f"{codec} quantises floating-point tensors, got {dtype_name(tensor.dtype)}; "
+            "use fp32, which sends any dtype as it is"
+        )
+    return tensor.detach().to(torch.float32)
+
+
+def _whole(packet: Packet, name: str) -> int:
+    value = packet.meta.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CodecError(f"{packet.codec} packet has {name} {value!r:.40}, not a whole number")
+    return value
+
+
+def _two_parts(packet: Packet) -> tuple[memoryview, memoryview]:
+    if len(packet.parts) != 2:
+        raise CodecError(
+            f"{packet.codec} packet has {len(packet.parts)} parts, expected codes and scales"
+        )
+    return memoryview(packet.parts[0]), memoryview(packet.parts[1])
