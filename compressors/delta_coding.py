@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from compressors.base import CodecError, Compressor, Packet, SampleKeys
-from compressors.kernels import DeltaStats
+from compressors.identity import from_part, to_part
+from compressors.kernels import DeltaStats, NonFinite, check_grid, delta_decode, delta_encode
+from compressors.quantize import Uniform
 from compressors.row_format import RowFormat, matrix_shape
 
 Shape = tuple[int, ...]
@@ -31,14 +33,6 @@ class Batch(NamedTuple):
     ids: tuple[int, ...]
     shapes: list[Shape]
     values: list[Tensor]
-
-    def without(self, refused: set[int]) -> Batch:
-        keep = [i for i in range(len(self.ids)) if i not in refused]
-        return Batch(
-            tuple(self.ids[i] for i in keep),
-            [self.shapes[i] for i in keep],
-            [self.values[i] for i in keep],
-        )
 
 
 class Outcome(NamedTuple):
@@ -103,9 +97,100 @@ class Generic:
         return decoded
 
 
+class Fused:
+    """The uniform quantiser, rounding to nearest: one kernel call for each sample and direction."""
+
+    def __init__(self, inner: Uniform, row_format: RowFormat) -> None:
+        self._inner = inner
+        self._format = row_format
+
+    def encode(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome:
+        """Code each sample for itself; those that would not stay finite are left out."""
+        bits, group, grid = self._inner.bits, self._inner.group, self._inner.grid
+        codes, scales, kept, sums = [], [], [], []
+        refused = set()
+        for i, (value, row) in enumerate(zip(batch.values, rows)):
+            old = self._format.unpack(row, batch.shapes[i])
+            try:
+                coded = delta_encode(value, old, bits=bits, group=group, grid=grid)
+            except NonFinite:
+                refused.add(i)
+                continue
+            new_row = coded[2] if self._format.dtype is not None else self._format.pack(coded[2])
+            if new_row is None:
+                refused.add(i)
+                continue
+            codes.append(coded[0])
+            scales.append(coded[1])
+            kept.append(new_row)
+            sums.append(coded[3])
+        if not kept:
+            return Outcome(None, [], [], refused)
+        shapes = [shape for i, shape in enumerate(batch.shapes) if i not in refused]
+        packet = Packet(
+            codec=self._inner.name,
+            shape=stacked_shape(shapes),
+            meta={"bits": bits, "grid": grid, "group": group, "dtype": "float32"},
+            parts=(to_part(torch.cat(codes)), to_part(torch.cat(scales))),
+        )
+        return Outcome(packet, kept, sums, refused)
+
+    def decode(
+        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The new value of each sample, and its row."""
+        check_shape(packet, shapes)
+        bits, group, grid = _grid_of(packet)
+        sizes = [matrix_shape(shape) for shape in shapes]
+        positions, channels = sum(size[0] for size in sizes), sizes[0][1]
+        stride, num_groups = -(-channels * bits // 8), -(-channels // group)
+        codes = from_part(packet.parts[0], torch.uint8, (positions, stride), codec=packet.codec)
+        scales = from_part(
+            packet.parts[1], torch.bfloat16, (positions, num_groups), codec=packet.codec
+        )
+        decoded = []
+        start = 0
+        for row, shape, (length, _) in zip(rows, shapes, sizes):
+            old = self._format.unpack(row, shape)
+            part = slice(start, start + length)
+            new, new_row = delta_decode(
+                codes[part], scales[part], old, bits=bits, group=group, grid=grid
+            )
+            if self._format.dtype is None:
+                new_row = must_pack(self._format, new)
+            decoded.append((new, new_row))
+            start += length
+        return decoded
+
+
 def changes_for(inner: Compressor, row_format: RowFormat) -> Changes:
     """The arithmetic for an inner codec: fused where there is a kernel for it."""
+    if type(inner) is Uniform and inner.rounding == "nearest":
+        return Fused(inner, row_format)
     return Generic(inner, row_format)
+
+
+def _grid_of(packet: Packet) -> tuple[int, int, str]:
+    """Bits, group and grid of a uniform packet, checked; the sender's, whatever ours are."""
+    bits, group, grid = (packet.meta.get(name) for name in ("bits", "group", "grid"))
+    if (
+        packet.codec != Uniform.name
+        or len(packet.parts) != 2
+        or packet.meta.get("dtype") != "float32"
+        or "lengths" in packet.meta
+        or type(bits) is not int
+        or type(group) is not int
+        or type(grid) is not str
+    ):
+        raise CodecError(
+            f"changes must be a uniform fp32 packet of codes and scales, got {packet.codec!r:.40} "
+            f"with {len(packet.parts)} parts and {dict(packet.meta)!r:.200}"
+        )
+    try:
+        check_grid(bits, group, grid)
+    except ValueError as error:
+        raise CodecError(f"{packet.codec} packet: {error}") from None
+    return bits, group, grid
 
 
 def stacked_shape(shapes: Sequence[Shape]) -> Shape:

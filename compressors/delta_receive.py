@@ -23,6 +23,7 @@ class Receiving:
         self.end = end
 
     def decode(self, packet: Packet, rows: RowMarks) -> Tensor:
+        """The values of all samples; rows are staged once everything has succeeded."""
         shapes, raw = read_layout(packet, rows)
         check_visits(rows, shapes, self.end.store.mark)
         found = groups(rows, raw)
@@ -62,11 +63,18 @@ class Receiving:
         return [(new, None if kind == "raw" else self.end.row_format.pack(new)) for new in news]
 
     def decode_evaluation(self, packet: Packet) -> Tensor:
+        """The values of a packet that no row has to do with."""
         if len(packet.inner) != 1 or packet.inner[0].codec != self.end.raw.name:
             raise CodecError("delta packet without row marks must hold one fp32 packet")
+        if tuple(packet.inner[0].shape) != tuple(packet.shape):
+            raise CodecError(
+                f"delta packet of shape {tuple(packet.shape)} holds one of "
+                f"{tuple(packet.inner[0].shape)}"
+            )
         return self.end.raw.decode(packet.inner[0])
 
     def check_origin(self, packet: Packet) -> None:
+        """Refuse what was not sent to these rows."""
         if packet.codec != NAME:
             raise CodecError(f"expected a delta packet, got codec {packet.codec!r:.40}")
         namespace = packet.meta.get("namespace")
