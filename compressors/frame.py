@@ -45,8 +45,10 @@ from compressors.frame_fields import (
     bytes_view,
     check_shape,
     check_value,
+    lengthen,
     read_rows,
     rows_fields,
+    shorten,
 )
 
 __all__ = [
@@ -150,7 +152,8 @@ def estimate_frame_nbytes(
             ids=ids, visits=(2,) * num_samples, generations=(0,) * num_samples,
             cold=(False,) * num_samples,
         )  # fmt: skip
-        packet = Packet(codec="delta", shape=shape, inner=(packet,), rows=rows)
+        outer = {"namespace": ("activation", "0->1", 0, "0123456789abcdef"), "rows": "bf16"}
+        packet = Packet(codec="delta", shape=shape, meta=outer, inner=(packet,), rows=rows)
     header = FrameHeader(kind="activation", source=1, target=2, step=300, seq=3000)
     return header_nbytes(header, packet) + payload_nbytes
 
@@ -233,9 +236,9 @@ def _packet_fields(
         raise TooLarge(f"frame has more than {MAX_PARTS} parts")
     check_shape(packet.shape)
     return [
-        packet.codec,
+        shorten(packet.codec),
         packet.shape,
-        dict(packet.meta),
+        shorten(packet.meta),
         [view.nbytes for view in views],
         [_packet_fields(p, parts, depth=depth + 1, count=count) for p in packet.inner],
         None if packet.rows is None else rows_fields(packet.rows),
@@ -310,9 +313,9 @@ def _read_packet(value: Any, cutter: _Cutter, *, depth: int) -> Packet:
     parts = tuple(cutter.cut(as_int(n, "part length")) for n in as_tuple(lengths, None, "parts"))
     inner = as_tuple(inner, None, "inner packets")
     return Packet(
-        codec=codec,
+        codec=lengthen(codec),
         shape=shape,
-        meta=as_mapping(meta, "meta"),
+        meta=lengthen(as_mapping(meta, "meta")),
         parts=parts,
         inner=tuple(_read_packet(item, cutter, depth=depth + 1) for item in inner),
         rows=None if rows is None else read_rows(rows),

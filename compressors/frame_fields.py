@@ -24,6 +24,15 @@ MAX_ROWS = 1 << 16
 MAX_LIST = 4096  # items of one sequence or mapping in `meta` or `body`
 MAX_VALUE_DEPTH = 8
 
+WORDS = (
+    "dtype", "float32", "bits", "grid", "group", "signed", "symmetric", "namespace", "rows",
+    "bf16", "fp32", "activation", "gradient", "delta", "uniform", "reference", "topk", "zstd",
+    "raw", "lengths", "values",
+)  # fmt: skip
+"""Sent as one character each; part of the format: append only, at most 31."""
+
+_SHORT = {word: chr(number) for number, word in enumerate(WORDS, start=1)}
+_LONG = {short: word for word, short in _SHORT.items()}
 _WIDTHS = "bhiqQ"  # array typecodes, narrowest first
 
 
@@ -53,6 +62,28 @@ class TooLarge(FrameError):
 
 class BadHeader(FrameError):
     """The frame is whole, but its header makes no sense."""
+
+
+def shorten(value: Any) -> Any:
+    """The value with known words as one control character, and such characters escaped by NUL."""
+    if isinstance(value, str):
+        return _SHORT.get(value) or ("\0" + value if value[:1] < " " and value else value)
+    if isinstance(value, Mapping):
+        return {shorten(key): shorten(item) for key, item in value.items()}
+    return [shorten(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def lengthen(value: Any) -> Any:
+    """What `shorten` was given, sequences as tuples."""
+    if isinstance(value, str):
+        if not value or value[0] >= " ":
+            return value
+        if value[0] == "\0":
+            return value[1:]
+        return _LONG.get(value) or bad_header(f"unknown short word {value!r:.40}")
+    if isinstance(value, dict):
+        return {lengthen(key): lengthen(item) for key, item in value.items()}
+    return tuple([lengthen(item) for item in value]) if isinstance(value, tuple) else value
 
 
 def rows_fields(rows: RowMarks) -> list[Any]:

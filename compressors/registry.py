@@ -25,10 +25,12 @@ from typing import Final, Literal
 from torch import Tensor
 
 from compressors.base import CodecError, Compressor, Packet
+from compressors.delta import Delta
 from compressors.entropy import Entropy, inflate
 from compressors.error_feedback import ErrorFeedback
 from compressors.floating import Bf16, Fp16
 from compressors.identity import Identity
+from compressors.quantize import Reference, Uniform
 from compressors.topk import TopK
 
 Namespace = tuple[str | int, ...]
@@ -85,16 +87,12 @@ def _bf16(spec: CodecSpec, namespace: Namespace) -> Compressor:
 
 
 def _directq(spec: CodecSpec, namespace: Namespace) -> Compressor:
-    from compressors.quantize import Uniform
-
     return Uniform(
         spec.bits, grid=spec.grid, group=spec.group, rounding=spec.rounding, seed=spec.seed
     )
 
 
 def _reference(spec: CodecSpec, namespace: Namespace) -> Compressor:
-    from compressors.quantize import Reference
-
     return Reference(spec.bits)
 
 
@@ -106,9 +104,6 @@ def _delta_of(
     inner: Callable[[CodecSpec, Namespace], Compressor],
 ) -> Callable[[CodecSpec, Namespace], Compressor]:
     def build(spec: CodecSpec, namespace: Namespace) -> Compressor:
-        from compressors.delta import Delta
-        from compressors.quantize import Uniform
-
         if spec.first_visit_bits == 32:
             first_visit: Compressor = Identity()
         else:
@@ -172,7 +167,10 @@ def split_name(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def is_stateful(name: str) -> bool:
-    """Whether the codec remembers anything that a checkpoint must save."""
+    """Whether the codec remembers tensors: rows of samples, or residuals.
+
+    A checkpoint saves `state_dict()` of any codec: stochastic rounding counts its draws there.
+    """
     _, suffixes = split_name(name)
     return needs_repeat_visits(name) or "ef" in suffixes
 
@@ -183,19 +181,12 @@ def needs_repeat_visits(name: str) -> bool:
     return split_name(base)[0].startswith("acsgd")
 
 
-def _decode_quantised(packet: Packet) -> Tensor:
-    from compressors.quantize import Reference, Uniform
-
-    kind = Reference if packet.codec == "reference" else Uniform
-    return kind(4).decode(packet)
-
-
 DECODERS: Final[dict[str, Callable[[Packet], Tensor]]] = {
     "fp32": Identity().decode,
     "fp16": Fp16().decode,
     "bf16": Bf16().decode,
-    "uniform": _decode_quantised,
-    "reference": _decode_quantised,
+    "uniform": Uniform(bits=4).decode,  # the packet says how many bits it has
+    "reference": Reference(bits=4).decode,
     "topk": TopK().decode,
     "zstd": lambda packet: decode_any(inflate(packet)),
 }

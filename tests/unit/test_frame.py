@@ -31,6 +31,7 @@ from compressors.frame import (
     pack,
     unpack,
 )
+from compressors.frame_fields import WORDS
 
 HEADER = FrameHeader(
     kind="activation", replica=1, source=2, target=3, step=500, micro_batch=7, seq=10_000,
@@ -53,7 +54,8 @@ def delta_packet(num: int = 8) -> Packet:
         evicted=(5, 1 << 40),
         checksum=0xDEADBEEF,
     )
-    return Packet(codec="delta", shape=(num, 64, 96), inner=(inner,), rows=rows)
+    meta = {"namespace": ("activation", "2->3", 1, "9f86d081884c7d65"), "rows": "bf16"}
+    return Packet(codec="delta", shape=(num, 64, 96), meta=meta, inner=(inner,), rows=rows)
 
 
 def same(a: Packet, b: Packet) -> bool:
@@ -151,6 +153,23 @@ def test_parts_of_any_contiguous_buffer_are_packed_as_bytes() -> None:
 def test_eight_samples_cost_less_than_two_hundred_bytes_of_header() -> None:
     assert header_nbytes(HEADER, delta_packet(8)) < 200
     assert header_nbytes(HEADER, Packet(codec="fp32", shape=(8, 64, 96))) < 100
+
+
+@pytest.mark.parametrize("text", ["dtype", "", "\0", "\x01", "\x01x", "\x1f", "\0dtype", "plain"])
+def test_words_and_characters_that_stand_for_words_survive(text: str) -> None:
+    meta = {text: (text, {text: text}), "k": text}
+
+    _, packet = unpack(pack(HEADER, Packet(codec=text, shape=(1,), meta=meta)))
+
+    assert packet is not None
+    assert packet.codec == text
+    assert packet.meta == meta
+
+
+def test_the_words_of_the_format_keep_their_numbers() -> None:
+    assert len(WORDS) <= 31
+    assert WORDS[:3] + WORDS[-1:] == ("dtype", "float32", "bits", "values")
+    assert zlib.crc32("/".join(WORDS[:21]).encode()) == 0x1BA118A8
 
 
 def test_frame_nbytes_is_the_packed_length() -> None:
@@ -290,6 +309,8 @@ HOSTILE: dict[str, tuple[Any, type[FrameError], str]] = {
     "wide packets": (
         fields(packet_fields(inner=[packet_fields()] * 256)), TooLarge, "at most 256 packets",
     ),
+    "unknown short word": (fields(packet_fields(codec="\x1f")), BadHeader, "short word"),
+    "unknown short key": (fields(packet_fields(meta={"\x1e": 1})), BadHeader, "short word"),
     "huge row count": (
         fields(packet_fields(rows=rows(num=1 << 40, ids=1))), TooLarge, "limit is 65536",
     ),
