@@ -68,10 +68,11 @@ class TopK(Stateless):
         dtype = dtype_of(packet)
         num_elements = math.prod(packet.shape)
         count = _stated_count(packet)
-        narrow = VALUES.get(packet.meta.get("values", ""))
+        stated = packet.meta.get("values")
+        narrow = VALUES.get(stated) if isinstance(stated, str) else None
         if narrow is None or len(packet.parts) != 2:
             raise CodecError(
-                f"topk packet with values {packet.meta.get('values')!r:.40} and "
+                f"topk packet with values {stated!r:.40} and "
                 f"{len(packet.parts)} parts, expected one of {', '.join(VALUES)} and 2"
             )
         values = from_part(packet.parts[1], narrow, (count,), codec=self.name)

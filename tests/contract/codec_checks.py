@@ -5,14 +5,14 @@ Called by `test_codec_contract.py` on every registered codec, and on mutants tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressors.base import Compressor, Packet, SampleKeys
+from compressors.base import CodecError, Compressor, Packet, SampleKeys
 from compressors.frame import FrameHeader, pack, unpack
 
 HEADER = FrameHeader(kind="activation", source=0, target=1, step=1)
@@ -296,6 +296,47 @@ def check_output_is_the_callers(case: Case) -> None:
         mine.fill_(-7.0)
 
 
+def check_damage_is_refused(case: Case) -> None:
+    """A packet that lost a value, a part or some bytes is a `CodecError`, never a crash."""
+    sender = case.make()
+    packets: list[Packet] = []
+    for x in tensors((3, 5, 7), 2):
+        packets.append(sender.encode(x, keys=keys_of(x)))
+        sender.commit()
+        for damaged in damages(packets[-1]):
+            receiver = case.make()
+            for earlier in packets[:-1]:
+                receiver.decode(earlier)
+                receiver.commit()
+            try:
+                receiver.decode(damaged)
+            except CodecError:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{type(error).__name__} {error} for {damaged}") from error
+
+
+def damages(packet: Packet) -> Iterator[Packet]:
+    """The packet with one thing wrong, at every depth."""
+    for name in packet.meta:
+        rest = {key: value for key, value in packet.meta.items() if key != name}
+        yield replace(packet, meta=rest)
+        for wrong in (None, -1, 0, 1 << 40, "nonsense", 1.5, (), (1, 2), {}, b"x"):
+            yield replace(packet, meta={**rest, name: wrong})
+    for i, part in enumerate(packet.parts):
+        for wrong_part in (b"", bytes(part)[:-1], bytes(part) + b"x", b"\xff" * len(bytes(part))):
+            yield replace(packet, parts=(*packet.parts[:i], wrong_part, *packet.parts[i + 1 :]))
+    yield replace(packet, parts=())
+    yield replace(packet, parts=(*packet.parts, b"more"))
+    for shape in ((), (0,), (3,), (3, 5, 8), (1 << 40, 5, 7), (3, 5, 7, 1)):
+        yield replace(packet, shape=shape)
+    yield replace(packet, inner=())
+    yield replace(packet, inner=(*packet.inner, packet))
+    for i, inner in enumerate(packet.inner):
+        for damaged in damages(inner):
+            yield replace(packet, inner=(*packet.inner[:i], damaged, *packet.inner[i + 1 :]))
+
+
 CHECKS: tuple[Callable[[Case], None], ...] = (
     check_shape_dtype_and_error,
     check_packet_tells_all,
@@ -311,4 +352,5 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     check_no_gradient,
     check_input_untouched,
     check_output_is_the_callers,
+    check_damage_is_refused,
 )

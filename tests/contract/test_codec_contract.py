@@ -15,6 +15,7 @@ from codec_checks import (
     CHECKS,
     Case,
     check_abort,
+    check_damage_is_refused,
     check_determinism,
     check_empty_batch,
     check_estimate,
@@ -274,6 +275,12 @@ class KeepsTheInput(Twist):
         return super().encode(mixed, keys=keys)
 
 
+class TrustsItsPackets(Twist):
+    def decode(self, packet: Packet) -> Tensor:
+        raw = torch.frombuffer(bytearray(packet.parts[0]), dtype=torch.bfloat16)
+        return raw.reshape(packet.shape).float()
+
+
 MUTANTS: list[tuple[Callable[[], Any], Callable[[Case], None]]] = [
     (WrongShape, check_shape_dtype_and_error),
     (WrongDtype, check_shape_dtype_and_error),
@@ -294,6 +301,7 @@ MUTANTS: list[tuple[Callable[[], Any], Callable[[Case], None]]] = [
     (ClampsInPlace, check_input_untouched),
     (HandsOutItsRow, check_output_is_the_callers),
     (KeepsTheInput, check_output_is_the_callers),
+    (TrustsItsPackets, check_damage_is_refused),
 ]
 
 
