@@ -33,7 +33,8 @@ from stages.measure import measure_stage
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
-from stages.stage import Lanes, Stage
+from stages.stage import Stage
+from stages.wiring import Lanes
 
 log = logging.getLogger("ray_pipe")
 
@@ -108,6 +109,7 @@ class StageActor:
             recompute=spec.recompute,
             precision=spec.precision,
             device=self._device,
+            seed=spec.seed * 1009 + spec.index,
         )
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()

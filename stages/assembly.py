@@ -13,10 +13,12 @@ from compressors.frame import Kind
 from compressors.registry import CodecSpec, make_codec
 from netsim.link import Link, LinkLike
 from netsim.shaper import Uplink
-from stages.ends import FRAMES, Edge, ReceivingEnd, SendingEnd, WireFormat
+from stages.ends import FRAMES, Edge, SendingEnd, WireFormat
 from stages.lanes import Recorder
+from stages.receiving import ReceivingEnd
 from stages.spec import StageSpec
-from stages.stage import Lanes, Stage, Wiring
+from stages.stage import Stage
+from stages.wiring import Lanes, Wiring
 
 MakeCodec = Callable[[CodecSpec, tuple[str | int, ...]], Compressor]
 
@@ -85,7 +87,7 @@ def assemble(
             edge,
             codec(edge),
             lanes.receive,
-            lambda body: stage.complain(kind, source, body),
+            lambda turn, body: stage.complain(kind, source, turn, body),
             wire=wire,
         )
 

@@ -11,9 +11,10 @@ import concurrent.futures
 from typing import Any
 
 from netsim.loop_thread import LoopThread
-from stages.ends import LETTER, ReceivingEnd, SendingEnd, Sent
+from stages.ends import LETTER, SendingEnd, Sent, StageTimeout
 from stages.lanes import Lane
 from stages.plan import StepPlan
+from stages.receiving import ReceivingEnd
 from stages.record import StepRecord
 from stages.stage import Stage
 
@@ -32,7 +33,9 @@ class StageByHand:
         """Open a step."""
         self._plan = plan
         self._start = self._loop.loop.time()
-        self._stage.begin(plan)
+        self._loop.submit(self._stage.begin(plan)).result()
+        if self._stage.is_last:
+            self._run(self._stage.lanes.compute, "load", "data", -1, self._stage.load, plan)
 
     def forward(self, micro_batch: int, frame: Any) -> Any:
         """Decode, compute, encode; the frame for the next stage, or None at the end."""
@@ -59,25 +62,36 @@ class StageByHand:
         arrived: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._carried[id(frame)] = arrived
         self._loop.call_soon(lambda: self._stage.wiring.links[target].send(frame, kind=kind))
-        arrived.result()
+        try:
+            arrived.result(self.plan.deadline_s)
+        except TimeoutError:
+            self._carried.pop(id(frame), None)
+            raise StageTimeout(
+                f"stage {self._stage.index} waited {self.plan.deadline_s:.1f} s for its link to "
+                f"carry the {kind} of {self.plan.turn} to stage {target}; if the link is that "
+                "slow, raise `deadline_s`"
+            ) from None
         return frame
 
     def arrived(self, frame: Any) -> None:
         """The link's end: wakes the `carry` of that frame."""
-        self._carried.pop(id(frame)).set_result(None)
+        waiting = self._carried.pop(id(frame), None)
+        if waiting is not None:
+            waiting.set_result(None)
 
     def squared_norms(self) -> list[float]:
         """This stage's part of the global gradient norm."""
         return self._stage.compute.squared_norms()
 
-    def finish(self, factor: float, norm: float) -> StepRecord:
+    def finish(self, factor: float, norm: float | None) -> StepRecord:
         """Update, commit, and tell what happened."""
         stage, plan = self._stage, self.plan
         if plan.train:
             self._run(stage.lanes.compute, "update", "update", -1, stage.finish, plan, factor)
 
         async def record() -> StepRecord:
-            return stage.record(plan, self._start, norm)
+            stage.close()
+            return stage.record(plan, self._start, norm if plan.train else None)
 
         return self._loop.submit(record()).result()
 
@@ -98,9 +112,10 @@ class StageByHand:
     def _encode(self, end: SendingEnd | None, micro_batch: int, tensor: Any) -> Any:
         if end is None:
             return None
-        item = Sent(self.plan.step, micro_batch, tensor, self._stage.keys(self.plan, micro_batch))
+        item = Sent(self.plan.turn, micro_batch, tensor, self._stage.keys(self.plan, micro_batch))
         name = f"{LETTER[end.edge.kind]}{micro_batch}"
-        return self._run(self._stage.lanes.transmit, "encode", name, micro_batch, end.encode, item)
+        lane = self._stage.lanes.transmit
+        return self._run(lane, "encode", name, micro_batch, end.encode, item)[1]
 
     def _run(self, lane: Lane, *args: Any) -> Any:
         return self._loop.submit(lane.run(*args)).result()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from stages.optim import (
     set_lr,
     squared_norms,
 )
+from stages.randomness import Randomness, State
 
 
 @dataclass(slots=True)
@@ -33,10 +34,12 @@ class InFlight:
     """A micro-batch between its forward and its backward pass."""
 
     source: Tensor
-    ids: tuple[int, ...]
-    output: Tensor | None = None
-    replay: Callable[[], Tensor] | None = None
-    rng: Tensor | None = field(default=None)
+    output: Tensor | None
+    """With its graph; None when the backward pass computes it again."""
+
+    replay: Callable[[], Tensor]
+    state: State
+    """Of the random numbers, before the forward pass."""
 
 
 class Compute:
@@ -51,6 +54,7 @@ class Compute:
         recompute: bool = False,
         precision: str = "fp32",
         device: str = "cpu",
+        seed: int = 0,
     ) -> None:
         self.module = module.to(device)
         self.device = torch.device(device)
@@ -59,6 +63,8 @@ class Compute:
         self.precision = precision
         self.parameters = list(self.module.parameters())
         self.optimizer = make_optimizer(optim, self.parameters)
+        self._randomness = Randomness(seed, self.device)
+        self._state_before: State | None = None
         self._in_flight: dict[int, InFlight] = {}
 
     def forward(
@@ -66,21 +72,7 @@ class Compute:
     ) -> Tensor:
         """Run one micro-batch and keep what its backward pass needs; returns the output."""
         leaf = self._leaf(source)
-        if not train:
-            self.module.eval()
-            with torch.no_grad():
-                return self._run(leaf, ids).detach()
-        self.module.train()
-        flight = InFlight(leaf, ids)
-        if self.recompute:
-            flight.rng = torch.get_rng_state()
-            with torch.no_grad():
-                output = self._run(leaf, ids)
-            flight.replay = lambda: self._run(leaf, ids)
-        else:
-            output = flight.output = self._run(leaf, ids)
-        self._in_flight[micro_batch] = flight
-        return output.detach()
+        return self._forward(micro_batch, leaf, lambda: self._run(leaf, ids), train=train)
 
     def forward_loss(
         self,
@@ -101,36 +93,21 @@ class Compute:
         def run() -> Tensor:
             return checked_sum(loss, self._run(leaf, ids), target) / num_items
 
-        if not train:
-            self.module.eval()
-            with torch.no_grad():
-                return float(run())
-        self.module.train()
-        flight = InFlight(leaf, ids)
-        if self.recompute:
-            flight.rng = torch.get_rng_state()
-            with torch.no_grad():
-                total = run()
-            flight.replay = run
-        else:
-            total = flight.output = run()
-        self._in_flight[micro_batch] = flight
-        return float(total.detach())
+        return float(self._forward(micro_batch, leaf, run, train=train))
 
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Backward pass of one micro-batch; returns the gradient of its input, if it has one."""
         flight = self._in_flight.pop(micro_batch)
         output = flight.output
         if output is None:
-            assert flight.replay is not None
-            assert flight.rng is not None
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(flight.rng)
+            with self._randomness.drawing(flight.state):
                 output = flight.replay()
         if gradient is not None:
             gradient = gradient.to(output.device, output.dtype)
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
+        if flight.source.requires_grad and flight.source.grad is None:
+            return torch.zeros_like(flight.source)  # the output does not depend on the input
         return flight.source.grad
 
     def squared_norms(self) -> list[float]:
@@ -144,18 +121,44 @@ class Compute:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._state_before = None
 
     def abort(self) -> None:
         """Forget a step that will not commit."""
         self._in_flight.clear()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._state_before is not None:
+            self._randomness.state = self._state_before
+            self._state_before = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Weights, optimizer and random numbers, between steps."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": self._randomness.state,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._randomness.state = tuple(state["random"])
+
+    def _forward(
+        self, micro_batch: int, leaf: Tensor, run: Callable[[], Tensor], *, train: bool
+    ) -> Tensor:
+        self.module.train(train)
+        state = self._randomness.state
+        if not train:
+            with torch.no_grad(), self._randomness.drawing(state):
+                return run().detach()
+        if self._state_before is None:
+            self._state_before = state
+        with torch.set_grad_enabled(not self.recompute), self._randomness.drawing():
+            output = run()
+        kept = None if self.recompute else output
+        self._in_flight[micro_batch] = InFlight(leaf, kept, run, state)
+        return output.detach()
 
     def _leaf(self, source: Tensor) -> Tensor:
         leaf = source.to(self.device).detach()
@@ -164,7 +167,7 @@ class Compute:
     def _run(self, leaf: Tensor, ids: tuple[int, ...]) -> Tensor:
         with sample_ids(ids), self._precision():
             output: Tensor = self.module(leaf)
-        return output.float() if output.is_floating_point() else output
+        return output.float() if self.precision == "bf16" else output
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.precision == "bf16":

@@ -1,28 +1,28 @@
-"""The two ends of an edge: tensors in, frames out, and what heals between them.
+"""The sending end of an edge: tensors in, frames out, and again when asked.
 
-Path: stages.stage -> stages.ends -> compressors.frame
+Path: stages.compute -> stages.ends -> compressors.base
 
 An edge joins two neighbouring stages in one direction. Its sending end encodes in the transmit
-lane and hands frames to the link; its receiving end unpacks and decodes in the receive lane in
-the order of sending, as soon as a frame arrives. Frames are matched by id, never by arrival.
+lane, in the order of `send` calls, and hands frames to the link. Each frame carries a number: the
+receiving end (`stages.receiving`) knows by it what was lost, and asks; what was sent is kept until
+the step commits, and goes out again cold.
 
-What goes wrong on the way (a frame lost, damaged, repeated, or a delta whose row is missing) is
-answered by a NACK, and the sender resends that micro-batch cold.
+Lanes only run codecs. All other state of an end belongs to the event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from compressors.base import Compressor, DuplicatePacket, NeedCold, Packet, SampleKeys
-from compressors.frame import FrameError, FrameHeader, Kind, pack, unpack
+from compressors.base import Compressor, Packet, SampleKeys
+from compressors.frame import FrameHeader, Kind, pack, unpack
 from netsim.link import LinkLike
 from stages.lanes import Lane
+from stages.plan import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,21 @@ class Edge:
         return f"{self.source}->{self.target}"
 
 
+def turn_of(header: FrameHeader) -> Turn:
+    """The turn that a frame or message belongs to."""
+    return Turn(header.attempt, header.step, header.body.get("part", 0))
+
+
+def part_of(turn: Turn) -> dict[str, Any]:
+    """What `turn_of` reads from the body; nothing in the usual case, so it costs no bytes."""
+    return {"part": turn.part} if turn.part else {}
+
+
 @dataclass(slots=True)
 class Sent:
     """A tensor kept until its step commits, in case it must be sent again."""
 
-    step: int
+    turn: Turn
     micro_batch: int
     tensor: Tensor
     keys: SampleKeys
@@ -82,240 +92,65 @@ class SendingEnd:
         self.codec = codec
         self._link = link
         self._lane = lane
-        self._seq = 0
+        self._attempt = 0
+        self._next_seq = 0
         self._sent: dict[int, Sent] = {}
         self.num_resent = 0
 
-    async def send(self, step: int, micro_batch: int, tensor: Tensor, keys: SampleKeys) -> None:
+    async def send(self, turn: Turn, micro_batch: int, tensor: Tensor, keys: SampleKeys) -> None:
         """Encode in the transmit lane, then hand the frame to the link."""
-        item = Sent(step, micro_batch, tensor, keys)
-        await self._transmit(item, self.encode)
+        await self._transmit(Sent(turn, micro_batch, tensor, keys), self.encode)
 
-    async def resend(self, *, seq: int | None, step: int, micro_batch: int) -> bool:
-        """Send a micro-batch again, cold; False if it was never sent (or is not known any more)."""
+    async def resend(self, turn: Turn, *, seq: int | None = None, micro_batch: int = -1) -> bool:
+        """Send a frame, or what a micro-batch has sent last, again and cold.
+
+        False if there is no such thing: not sent yet, committed long since, or of an attempt
+        that was aborted.
+        """
         for number, item in reversed(self._sent.items()):
-            if number == seq or (
-                seq is None and (item.step, item.micro_batch) == (step, micro_batch)
-            ):
+            if seq is None:
+                found = (item.turn, item.micro_batch) == (turn, micro_batch)
+            else:
+                found = (item.turn.attempt, number) == (turn.attempt, seq)
+            if found:
                 self.num_resent += 1
                 await self._transmit(item, self._encode_cold)
                 return True
         return False
 
-    def encode(self, item: Sent) -> Any:
-        """One frame, its number taken in the order of encoding: the receiver decodes in it."""
+    def encode(self, item: Sent) -> tuple[int, Any]:
+        """One frame and its number, taken in the order of encoding: the receiver decodes in it."""
         return self._frame(item, self.codec.encode(item.tensor, keys=item.keys))
 
-    def commit(self) -> None:
-        """The step is done at both ends: make rows permanent and let kept tensors go."""
-        self.codec.commit()
+    def forget(self) -> None:
+        """The step is over at both ends: let kept tensors go."""
         self._sent.clear()
 
-    def abort(self) -> None:
-        """The step never happened."""
-        self.codec.abort()
-        self._sent.clear()
-
-    async def _transmit(self, item: Sent, encode: Callable[[Sent], Any]) -> None:
+    async def _transmit(self, item: Sent, encode: Callable[[Sent], tuple[int, Any]]) -> None:
         name = f"{LETTER[self.edge.kind]}{item.micro_batch}"
-        frame = await self._lane.run("encode", name, item.micro_batch, encode, item)
+        seq, frame = await self._lane.run("encode", name, item.micro_batch, encode, item)
+        self._sent[seq] = item
         self._link.send(frame, kind=self.edge.kind)
 
-    def _encode_cold(self, item: Sent) -> Any:
-        resend = getattr(self.codec, "resend_cold", self.codec.encode)
-        return self._frame(item, resend(item.tensor, keys=item.keys))
+    def _encode_cold(self, item: Sent) -> tuple[int, Any]:
+        # Evaluation has no rows that could be cold.
+        again = getattr(self.codec, "resend_cold", None) if item.keys.remember else None
+        return self._frame(item, (again or self.codec.encode)(item.tensor, keys=item.keys))
 
-    def _frame(self, item: Sent, packet: Packet) -> Any:
-        seq, self._seq = self._seq, self._seq + 1
-        self._sent[seq] = item
-        body: dict[str, Any] = {} if item.keys.lengths is None else {"n": list(item.keys.lengths)}
+    def _frame(self, item: Sent, packet: Packet) -> tuple[int, Any]:
+        if item.turn.attempt != self._attempt:
+            self._attempt, self._next_seq = item.turn.attempt, 0
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        lengths = item.keys.lengths
         header = FrameHeader(
             kind=self.edge.kind,
             replica=self.edge.replica,
             source=self.edge.source,
             target=self.edge.target,
-            step=item.step,
+            step=item.turn.step,
             micro_batch=item.micro_batch,
             seq=seq,
-            body=body,
+            attempt=item.turn.attempt,
+            body=part_of(item.turn) | ({} if lengths is None else {"n": list(lengths)}),
         )
-        return self._wire.pack(header, packet)
-
-
-@dataclass(slots=True)
-class Arrival:
-    """What came of one frame."""
-
-    header: FrameHeader
-    tensor: Tensor | None
-    trouble: str = ""
-
-
-Received = tuple[Tensor, tuple[int, ...] | None]
-
-
-class ReceivingEnd:
-    """Unpacks and decodes as frames arrive; `take` gives the tensor of a micro-batch."""
-
-    def __init__(
-        self,
-        edge: Edge,
-        codec: Compressor,
-        lane: Lane,
-        complain: Callable[[dict[str, Any]], None],
-        *,
-        wire: WireFormat = FRAMES,
-    ) -> None:
-        self._wire = wire
-        self.edge = edge
-        self.codec = codec
-        self._lane = lane
-        self._complain = complain
-        self._frames: asyncio.Queue[Any] = asyncio.Queue()
-        self._ready: dict[tuple[int, int], asyncio.Future[Received]] = {}
-        self._taken: set[tuple[int, int]] = set()
-        self._early: list[tuple[FrameHeader, Packet | None]] = []
-        self._step = -1
-        self._next_seq = 0
-        self._pump: asyncio.Task[None] | None = None
-        self.events: list[str] = []
-        self.num_nacks = 0
-
-    def on_frame(self, frame: Any) -> None:
-        """A frame arrived (called on the loop; returns at once)."""
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._receive(), name=f"receive {self.edge.name}")
-        self._frames.put_nowait(frame)
-
-    def begin(self, step: int) -> None:
-        """Frames of this step may be decoded from now on; earlier arrivals waited for it."""
-        self._step = step
-        if self._early:
-            self.on_frame(None)
-
-    async def take(self, step: int, micro_batch: int, *, deadline_s: float) -> Received:
-        """The decoded tensor; asks for it again at half of the deadline."""
-        key = (step, micro_batch)
-        future = self._future(key)
-        await asyncio.wait([future], timeout=deadline_s / 2)
-        if not future.done():
-            self._note(
-                f"no {self._what(step, micro_batch)} after {deadline_s / 2:.1f} s, asked again"
-            )
-            self._complain({"op": "want", "step": step, "mb": micro_batch})
-            await asyncio.wait([future], timeout=deadline_s / 2)
-        if not future.done():
-            raise StageTimeout(
-                f"stage {self.edge.target} waited {deadline_s:.1f} s for the "
-                f"{self._what(step, micro_batch)} from stage {self.edge.source}; if the link is "
-                "that slow, raise `deadline_s`"
-            )
-        self._ready.pop(key, None)  # let the tensor go as soon as it has been used
-        self._taken.add(key)
-        return future.result()
-
-    def commit(self) -> None:
-        """The step is done at both ends: make rows permanent."""
-        self.codec.commit()
-        self._taken = {key for key in self._taken if key[0] > self._step}
-
-    def abort(self) -> None:
-        """The step never happened: drop what was received for it."""
-        self.codec.abort()
-        self._taken.clear()
-        self._ready.clear()
-        self._early.clear()
-
-    def fail(self, error: BaseException) -> None:
-        """Wake whoever waits, with the reason."""
-        for future in self._ready.values():
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # read, so that nobody warns about it
-
-    def decode(self, frame: Any) -> Received:
-        """Unpack and decode one frame at once, for the transport that passes refs."""
-        header, packet = self._wire.unpack(frame)
-        assert packet is not None
-        return self.codec.decode(packet), _lengths(header)
-
-    async def _receive(self) -> None:
-        while True:
-            frame = await self._frames.get()
-            try:
-                arrivals = await self._lane.run(
-                    "decode", LETTER[self.edge.kind], -1, self._accept, frame
-                )
-            except FrameError as error:
-                self._note(f"a damaged frame was dropped: {error}")
-                self._nack(self._next_seq)
-                self._next_seq += 1
-                continue
-            except Exception as error:
-                self.fail(error)
-                continue
-            for arrival in arrivals:
-                self._settle(arrival)
-
-    def _accept(self, frame: Any) -> list[Arrival]:
-        """In the receive lane: decode what is due, in order; keep what belongs to a later step."""
-        due = []
-        if frame is None:
-            due, self._early = self._early, []
-        else:
-            due.append(self._wire.unpack(frame))
-        arrivals = []
-        for header, packet in due:
-            if header.step > self._step:
-                self._early.append((header, packet))
-                continue
-            arrivals.append(self._decode(header, packet))
-        return arrivals
-
-    def _decode(self, header: FrameHeader, packet: Packet | None) -> Arrival:
-        if packet is None:
-            raise FrameError(f"a frame of kind {header.kind} without a tensor")
-        try:
-            return Arrival(header, self.codec.decode(packet))
-        except DuplicatePacket:
-            return Arrival(header, None, "duplicate")
-        except NeedCold as error:
-            return Arrival(header, None, str(error))
-
-    def _settle(self, arrival: Arrival) -> None:
-        header = arrival.header
-        for seq in range(self._next_seq, header.seq):
-            self._note(f"frame {seq} was lost on the way")
-            self._nack(seq)
-        self._next_seq = max(self._next_seq, header.seq + 1)
-        if arrival.tensor is None:
-            self._note(f"{self._what(header.step, header.micro_batch)}: {arrival.trouble}")
-            if arrival.trouble != "duplicate":
-                self._nack(header.seq)
-            return
-        key = (header.step, header.micro_batch)
-        future = self._future(key)
-        if future.done() or key in self._taken:
-            self._note(f"{self._what(header.step, header.micro_batch)}: arrived twice")
-            return
-        future.set_result((arrival.tensor, _lengths(header)))
-
-    def _nack(self, seq: int) -> None:
-        self.num_nacks += 1
-        self._complain({"op": "nack", "seq": seq})
-
-    def _future(self, key: tuple[int, int]) -> asyncio.Future[Received]:
-        if key not in self._ready:
-            self._ready[key] = asyncio.get_running_loop().create_future()
-        return self._ready[key]
-
-    def _what(self, step: int, micro_batch: int) -> str:
-        return f"{self.edge.kind} of micro-batch {micro_batch}, step {step}"
-
-    def _note(self, text: str) -> None:
-        self.events.append(f"edge {self.edge.name}: {text}")
-
-
-def _lengths(header: FrameHeader) -> tuple[int, ...] | None:
-    lengths = header.body.get("n")
-    return None if lengths is None else tuple(lengths)
+        return seq, self._wire.pack(header, packet)

@@ -7,6 +7,7 @@ the simulator (`stages.rehearsal`) it is a share of the cores and a cost.
 
 from __future__ import annotations
 
+import threading
 import time
 from asyncio import get_running_loop
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from stages.record import Span
 T = TypeVar("T")
 
 LANE_OF_PHASE = {
+    "load": "compute",
     "forward": "compute",
     "backward": "compute",
     "encode": "encode",
@@ -42,23 +44,26 @@ class Recorder:
     cpu: dict[str, list[float]] = field(default_factory=dict)
     """CPU seconds of single pieces of work by phase: what the simulator is fed with."""
 
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
     def add(self, phase: str, name: str, micro_batch: int, start: float, end: float) -> None:
         """Note one stretch of work or of waiting."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
-        self.spans.append(
-            Span(
-                lane=LANE_OF_PHASE[phase],
-                name=name,
-                start_s=start + self.offset_s,
-                end_s=end + self.offset_s,
-                micro_batch=micro_batch,
-            )
+        span = Span(
+            lane=LANE_OF_PHASE[phase],
+            name=name,
+            start_s=start + self.offset_s,
+            end_s=end + self.offset_s,
+            micro_batch=micro_batch,
         )
+        with self._lock:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
+            self.spans.append(span)
 
     def drain(self) -> tuple[tuple[Span, ...], dict[str, float]]:
         """What was noted since the last drain."""
-        spans, self.spans = tuple(self.spans), []
-        seconds, self.seconds = self.seconds, {}
+        with self._lock:
+            spans, self.spans = tuple(self.spans), []
+            seconds, self.seconds = self.seconds, {}
         return spans, seconds
 
 

@@ -4,7 +4,9 @@ Path: compressors.base -> stages.loss -> stages.optim
 
 A loss function returns the *sum* over a micro-batch and how many items it summed. The last stage
 divides by the count of the whole batch, so micro-batches of unequal size weigh what they should
-and M micro-batches give the gradient of one batch.
+and M micro-batches give the gradient of one batch. It must know that count before the first
+backward pass, from targets alone: an item is a sample, unless the function has an attribute
+`count`, a function of the targets.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     total = functional.cross_entropy(
         flat, targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
     )
-    return total, int((targets != IGNORE).sum())
+    return total, count_valid(targets)
+
+
+def count_valid(targets: Tensor) -> int:
+    """How many targets are not padding."""
+    return int((targets != IGNORE).sum())
+
+
+cross_entropy.count = count_valid  # type: ignore[attr-defined]
 
 
 def from_mean(loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
@@ -42,20 +52,26 @@ def from_mean(loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
 
 def count_targets(loss: LossFn, targets: Tensor) -> int:
     """How many items a micro-batch adds to the batch's mean, without its outputs."""
-    if loss is cross_entropy:
-        return int((targets != IGNORE).sum())
-    return int(targets.shape[0])
+    count = getattr(loss, "count", None)
+    return int(targets.shape[0]) if count is None else int(count(targets))
 
 
 def checked_sum(loss: LossFn, output: Tensor, target: Tensor) -> Tensor:
-    """The summed loss, refused when it is not one number."""
+    """The summed loss, refused when it is not one number over as many items as expected."""
     result = loss(output, target)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
         raise ValueError(
             f"the loss returned {type(result).__name__}, expected (sum as a tensor, count); "
             "wrap a loss that averages over samples with `ray_pipe.mean_loss(...)`"
         )
-    total, _ = result
+    total, counted = result
     if total.dim() != 0 or not torch.is_floating_point(total):
         raise ValueError(f"the loss has shape {tuple(total.shape)}, expected one number")
+    expected = count_targets(loss, target)
+    if counted != expected:
+        raise ValueError(
+            f"the loss summed {counted} items of a micro-batch where {expected} were expected; "
+            "give the loss function an attribute `count` that tells the number of items from "
+            "the targets, as in `my_loss.count = lambda targets: targets.numel()`"
+        )
     return total

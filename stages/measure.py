@@ -6,6 +6,7 @@ wall time: other stages may be using the same cores, and the simulator shares co
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +31,7 @@ def measure_stage(
 ) -> tuple[dict[str, float], Tensor | None]:
     """Cost by phase for a micro-batch of `ids`, and this stage's output for the next one."""
     compute = Compute(
-        spec.build(),
+        copy.deepcopy(spec.build()),  # a user's modules may be the very ones in training
         optim=spec.optim,
         loss=spec.loss,
         recompute=spec.recompute,

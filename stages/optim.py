@@ -3,8 +3,8 @@
 Path: stages.loss -> stages.optim -> ray_pipe.metrics
 
 Each stage owns the optimizer of its own parameters. Only the norm is shared: stages report the
-squared norm of each parameter in float64 and stage 0 adds them in the model's order, so that the
-clip factor is the same number however the model is cut.
+squared norm of each parameter in float64 as sums that have lost nothing, so that the clip factor
+is the same number, to the last bit, however the model is cut.
 """
 
 from __future__ import annotations
@@ -66,6 +66,26 @@ def squared_norms(parameters: Iterable[nn.Parameter]) -> list[float]:
         0.0 if p.grad is None else float(torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2)
         for p in parameters
     ]
+
+
+def exact_sums(values: Iterable[float]) -> list[float]:
+    """A few numbers whose exact sum is that of `values` (Shewchuk); a rounded sum is not enough.
+
+    `math.fsum` of them is `math.fsum` of the values. Not finite in, not finite out.
+    """
+    sums: list[float] = []
+    for value in values:
+        if not math.isfinite(value):
+            return [math.inf]
+        rest: list[float] = []
+        for other in sums:
+            big, small = (value, other) if abs(value) >= abs(other) else (other, value)
+            value = big + small
+            lost = small - (value - big)
+            if lost:
+                rest.append(lost)
+        sums = [*rest, value]
+    return sums if all(map(math.isfinite, sums)) else [math.inf]
 
 
 def clip_factor(squares: Sequence[float], *, clip: float) -> tuple[float, float]:

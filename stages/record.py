@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 LANES = ("compute", "encode", "decode", "wire", "wait", "update")
 PHASES = (
+    "load",
     "forward",
     "backward",
     "encode",

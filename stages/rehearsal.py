@@ -25,7 +25,8 @@ from stages.lanes import Recorder
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
-from stages.stage import Lanes, Stage
+from stages.stage import Stage
+from stages.wiring import Lanes
 
 T = TypeVar("T")
 
@@ -82,7 +83,6 @@ class LocalPipeline:
         self._costs = costs
         self.stages = []
         self._deliveries: set[asyncio.Task[None]] = set()
-        self._order: dict[tuple[int, int], asyncio.Lock] = {}
         for spec, own in zip(self.specs, costs, strict=True):
             recorder = Recorder()
             lanes = Lanes(

@@ -7,32 +7,38 @@ lanes are threads; in the simulator time is virtual and the lanes are costs. Nei
 
 The end of a step is one exchange of small control messages: every stage passes the squared norms
 of its gradients towards stage 0, which answers with the clip factor. That answer is also the
-commit: whoever has it knows that all frames of the step were received by everybody.
+commit: whoever has it knows that all frames of the step were received by everybody. A step that
+fails or is aborted before it leaves no trace. A stage that has sent its norms and is stopped
+before the answer is in doubt: what the next plan says resolves it, see `run`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from compressors.base import SampleKeys
 from compressors.frame import FrameError, FrameHeader
-from netsim.link import LinkLike
+from stages.books import Books
 from stages.compute import Compute
-from stages.ends import FRAMES, Received, ReceivingEnd, SendingEnd, StageTimeout, WireFormat
-from stages.lanes import Lane, Recorder
+from stages.control import Control
+from stages.ends import FRAMES, WireFormat, turn_of
+from stages.lanes import Recorder
 from stages.loss import count_targets
-from stages.optim import clip_factor
-from stages.plan import StepPlan
-from stages.record import Span, StepRecord
+from stages.optim import clip_factor, exact_sums
+from stages.plan import StepPlan, Turn
+from stages.receiving import NEVER, Opened, Received, ReceivingEnd
+from stages.record import StepRecord
 from stages.schedule import actions_of
+from stages.wiring import Lanes, Wiring
 
 SMALL_NBYTES = 4096
 """Frames up to this size are looked into on the loop, to see control messages at once."""
+
+State = Literal["idle", "running", "prepared", "committing", "undoing"]
+"""`prepared`: has sent its norms, only stage 0 knows what becomes of the step."""
 
 
 class StageAborted(RuntimeError):
@@ -43,37 +49,6 @@ class Samples(Protocol):
     """What the first and the last stage need of the data."""
 
     def batch(self, ids: tuple[int, ...]) -> Any: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Wiring:
-    """What joins a stage to its neighbours; None where there is no neighbour."""
-
-    links: Mapping[int, LinkLike]
-    """By target stage; control messages go to any stage, tensors to neighbours."""
-
-    activation_in: ReceivingEnd | None = None
-    activation_out: SendingEnd | None = None
-    gradient_in: ReceivingEnd | None = None
-    gradient_out: SendingEnd | None = None
-
-    def receiving(self) -> list[ReceivingEnd]:
-        return [end for end in (self.activation_in, self.gradient_in) if end is not None]
-
-    def ends(self) -> list[ReceivingEnd | SendingEnd]:
-        return [*self.receiving(), *self.sending()]
-
-    def sending(self) -> list[SendingEnd]:
-        return [end for end in (self.activation_out, self.gradient_out) if end is not None]
-
-
-@dataclass(slots=True, kw_only=True)
-class Lanes:
-    """The three places where a stage's work runs."""
-
-    receive: Lane
-    compute: Lane
-    transmit: Lane
 
 
 class Stage:
@@ -100,17 +75,32 @@ class Stage:
         self.wiring = wiring
         self.lanes = lanes
         self.recorder = recorder
-        self.replica = replica
+        self.committed = -1
+        """The last step that this stage has committed."""
+
+        self.control = Control(
+            index=index,
+            links=wiring.links,
+            on_request=self._on_request,
+            replica=replica,
+            wire=wire,
+        )
+        self._books = Books(index, wiring, recorder)
         self._samples = samples
         self._clip = clip
         self._lengths: dict[int, tuple[int, ...] | None] = {}
-        self._control: dict[tuple[str, int], asyncio.Future[dict[str, Any]]] = {}
-        self._running: asyncio.Task[StepRecord] | None = None
-        self._repairs: set[asyncio.Task[bool]] = set()
-        self._counted: dict[str, dict[str, int]] = {}
+        self._batches: dict[int, Any] = {}
         self._loss = 0.0
         self._num_items = 0
         self._num_tokens = 0
+        self._turn = NEVER
+        self._min_attempt = 0
+        self._state: State = "idle"
+        self._doubt: StepPlan | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._why = ""
+        self._is_stopped = False
+        self._background: set[asyncio.Task[Any]] = set()
 
     @property
     def is_first(self) -> bool:
@@ -120,12 +110,82 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
+    # --- a step from begin to end -----------------------------------------------------------
+
     async def run(self, plan: StepPlan) -> StepRecord:
-        """Run one step to its commit and tell what happened."""
-        self._running = asyncio.current_task()
+        """Run one step to its commit and tell what happened.
+
+        After an abort the driver goes on with a higher `attempt`: with the same step if no stage
+        has `committed` it, else with the next one; a stage in doubt then asks stage 0 for the
+        answer that it missed.
+        """
+        if plan.attempt < self._min_attempt:
+            raise StageAborted(
+                f"stage {self.index} refuses {plan.turn}: attempt {self._min_attempt - 1} was "
+                f"aborted ({self._why}); go on with attempt {self._min_attempt}"
+            )
+        self._running = task = asyncio.current_task()
+        self._is_stopped = False
         start = asyncio.get_running_loop().time()
         try:
-            self.begin(plan)
+            await self.begin(plan)
+            await self._act(plan)
+            norm = await (self._flush(plan) if plan.train else self._see_off(plan))
+        except BaseException as error:
+            self._running = None
+            await self._undo(plan)
+            if isinstance(error, asyncio.CancelledError) and self._is_stopped:
+                assert task is not None
+                task.uncancel()
+                raise StageAborted(f"stage {self.index} was told to stop: {self._why}") from None
+            raise
+        self._running = None
+        return self.record(plan, start, norm)
+
+    async def begin(self, plan: StepPlan) -> None:
+        """Open the step: frames of it may be decoded from now on."""
+        while self._background:
+            await asyncio.wait(list(self._background))
+        await self._resolve(plan)
+        if plan.turn <= self._turn:
+            raise ValueError(
+                f"stage {self.index} was given {plan.turn} after {self._turn}; turns must rise: "
+                "raise `attempt` to repeat a step, `part` to evaluate after it"
+            )
+        self._turn = plan.turn
+        self._state = "running"
+        self._loss = 0.0
+        self._num_tokens = self._num_items = 0
+        self._batches.clear()
+        self._lengths.clear()
+        self.control.begin(plan.turn)
+        for receiving in self.wiring.receiving():
+            receiving.begin(plan.turn)
+        for end in self.wiring.ends():
+            prefetch = getattr(end.codec, "prefetch", None)
+            if prefetch is not None and plan.coming:
+                prefetch(plan.coming)
+
+    def abort(self, why: str) -> None:
+        """End the running step and leave no trace of it (called on the loop; returns at once).
+
+        Too late once the answer of stage 0 is here: that step will commit.
+        """
+        self._why = why
+        self._min_attempt = max(self._min_attempt, self._turn.attempt + 1, 1)
+        if self._state in ("committing", "undoing"):
+            return
+        if self._running is not None:
+            self._is_stopped = True
+            self._running.cancel()
+        elif self._state == "running":  # by hand: nobody runs who could clean up
+            self._spawn(self._rollback())
+
+    async def _act(self, plan: StepPlan) -> None:
+        """All actions, in order; sends go on beside them and are done when this returns."""
+        if self.is_last:
+            await self.lanes.compute.run("load", "data", -1, self.load, plan)
+        try:
             async with asyncio.TaskGroup() as sends:
                 for action in actions_of(
                     plan.schedule,
@@ -135,84 +195,51 @@ class Stage:
                 ):
                     act = self._forward if action.kind == "F" else self._backward
                     await act(plan, action.micro_batch, sends)
-            norm = await self._flush(plan) if plan.train else None
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-        finally:
-            self._running = None
-        return self.record(plan, start, norm)
 
-    def begin(self, plan: StepPlan) -> None:
-        """Open the step: frames of it may be decoded from now on."""
-        self._loss = 0.0
-        self._num_tokens = self._num_items = 0
-        if self.is_last and self.compute.loss is not None:
-            assert self._samples is not None
-            for ids in plan.micro_batches:
-                targets = self._samples.batch(ids).targets
-                self._num_items += count_targets(self.compute.loss, targets)
-            self._num_tokens = self._num_items
-        for receiving in self.wiring.receiving():
-            receiving.begin(plan.step)
-        for end in self.wiring.ends():
-            prefetch = getattr(end.codec, "prefetch", None)
-            if prefetch is not None and plan.coming:
-                prefetch(plan.coming)
-
-    def abort(self, why: str) -> None:
-        """End the running step and leave no trace of it (called on the loop)."""
-        error = StageAborted(f"stage {self.index} was told to stop: {why}")
-        for receiving in self.wiring.receiving():
-            receiving.fail(error)
-        for future in self._control.values():
-            if not future.done():
-                future.set_exception(error)
-                future.exception()
-        if self._running is not None:
-            self._running.cancel(str(error))
-        for end in self.wiring.ends():
-            end.abort()
-        self._control.clear()
-        self.compute.abort()
-
-    def on_frame(self, source: int, frame: Any) -> None:
-        """A frame arrived (called on the loop; returns at once)."""
-        if len(frame) <= SMALL_NBYTES:
-            try:
-                header, _ = self.wire.unpack(frame)
-            except FrameError:
-                pass  # the receiving end will say so and ask again
-            else:
-                if header.kind == "control":
-                    self.on_control(header)
-                    return
-        end = self.wiring.activation_in if source < self.index else self.wiring.gradient_in
-        if end is not None:
-            end.on_frame(frame)
-
-    def on_control(self, header: FrameHeader) -> None:
-        """A small message of another stage: a request to resend, or part of the flush."""
-        body = dict(header.body)
-        op = body["op"]
-        if op in ("nack", "want"):
-            end = self.wiring.activation_out if body["kind"] == "activation" else None
-            end = end or self.wiring.gradient_out
-            assert end is not None
-            repair = asyncio.create_task(
-                end.resend(
-                    seq=body.get("seq"), step=body.get("step", -1), micro_batch=body.get("mb", -1)
-                )
-            )
-            self._repairs.add(repair)
-            repair.add_done_callback(self._repairs.discard)
+    async def _resolve(self, plan: StepPlan) -> None:
+        """End the doubt about an earlier step: the driver knows whether it was committed."""
+        if self._doubt is None:
             return
-        future = self._expect(op, header.step)
-        if not future.done():
-            future.set_result(body)
+        doubt = self._doubt
+        if plan.step > doubt.step:
+            answer = await self.control.hear(
+                "go", doubt.turn, source=0, deadline_s=plan.deadline_s, ask_first=True
+            )
+            self._state = "committing"
+            await self._commit(doubt, answer["factor"])
+        else:
+            await self._rollback()
+        self._doubt = None
 
-    def complain(self, end_kind: str, source: int, body: dict[str, Any]) -> None:
-        """Ask the sender of an edge to send something again."""
-        self._tell(source, step=-1, body={**body, "kind": end_kind})
+    async def _undo(self, plan: StepPlan) -> None:
+        """After a failure: forget the step, unless only stage 0 knows what became of it."""
+        if self._state == "idle":
+            return  # it had not begun
+        self._min_attempt = max(self._min_attempt, plan.attempt + 1)
+        if self._state == "prepared":
+            self._doubt = plan
+            self._state = "idle"
+        elif self._state == "running":
+            await self._rollback()
+
+    async def _rollback(self) -> None:
+        """Each lane ends what it is doing, then forgets."""
+        self._state = "undoing"
+        for task in self._background:
+            if task is not asyncio.current_task():
+                task.cancel()
+        for receiving in self.wiring.receiving():
+            receiving.refuse_before(self._min_attempt)
+        await self.lanes.compute.run("sync", "abort", -1, self.compute.abort)
+        for sending in self.wiring.sending():
+            await self.lanes.transmit.run("sync", "abort", -1, sending.codec.abort)
+            sending.forget()
+        for receiving in self.wiring.receiving():
+            await self.lanes.receive.run("sync", "abort", -1, receiving.codec.abort)
+        self.recorder.drain()
+        self._state = "idle"
 
     # --- the two passes -----------------------------------------------------------------
 
@@ -226,7 +253,7 @@ class Stage:
         if self.wiring.activation_out is not None:
             assert output is not None
             keys = self.keys(plan, micro_batch)
-            sends.create_task(self.wiring.activation_out.send(plan.step, micro_batch, output, keys))
+            sends.create_task(self.wiring.activation_out.send(plan.turn, micro_batch, output, keys))
 
     async def _backward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
         gradient = None
@@ -239,18 +266,17 @@ class Stage:
             assert sent_back is not None
             keys = self.keys(plan, micro_batch)
             sends.create_task(
-                self.wiring.gradient_out.send(plan.step, micro_batch, sent_back, keys)
+                self.wiring.gradient_out.send(plan.turn, micro_batch, sent_back, keys)
             )
 
     def forward(self, plan: StepPlan, micro_batch: int, source: Tensor | None) -> Tensor | None:
         """Compute the forward pass of a micro-batch; the last stage adds up the loss instead."""
         ids = plan.micro_batches[micro_batch]
-        batch = None
-        if self.is_first or self.is_last:
-            assert self._samples is not None
-            batch = self._samples.batch(ids)
+        batch = self._batches.pop(micro_batch, None)
         if self.is_first:
-            assert batch is not None
+            if batch is None:
+                assert self._samples is not None
+                batch = self._samples.batch(ids)
             source = batch.inputs
             self._lengths[micro_batch] = batch.lengths
         assert source is not None
@@ -266,6 +292,19 @@ class Stage:
             train=plan.train,
         )
         return None
+
+    def load(self, plan: StepPlan) -> None:
+        """The last stage reads the whole batch first: the mean needs to know how many items."""
+        assert self._samples is not None
+        self._batches = {
+            micro_batch: self._samples.batch(ids)
+            for micro_batch, ids in enumerate(plan.micro_batches)
+        }
+        if self.compute.loss is not None:
+            loss = self.compute.loss
+            counts = [count_targets(loss, batch.targets) for batch in self._batches.values()]
+            self._num_tokens = sum(counts)
+            self._num_items = max(1, self._num_tokens)  # a batch of nothing but padding
 
     def keys(self, plan: StepPlan, micro_batch: int) -> SampleKeys:
         """Who the rows of a micro-batch's tensors are."""
@@ -285,7 +324,7 @@ class Stage:
     async def _take(self, end: ReceivingEnd, plan: StepPlan, micro_batch: int) -> Tensor:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        received = await end.take(plan.step, micro_batch, deadline_s=plan.deadline_s)
+        received = await end.take(plan.turn, micro_batch, deadline_s=plan.deadline_s)
         tensor = self.note_lengths(end, micro_batch, received)
         forward = end is self.wiring.activation_in
         phase, letter = ("wait_forward", "F") if forward else ("wait_backward", "B")
@@ -296,121 +335,109 @@ class Stage:
 
     async def _flush(self, plan: StepPlan) -> float:
         """Agree on the norm, update, commit; returns the global gradient norm."""
-        run = self.lanes.compute.run
+        control, turn, deadline_s = self.control, plan.turn, plan.deadline_s
         loop = asyncio.get_running_loop()
-        squares = await run("update", "norm", -1, self.compute.squared_norms)
+        own = await self.lanes.compute.run("update", "norm", -1, self.compute.squared_norms)
         start = loop.time()
+        sums = exact_sums(own)
         if not self.is_last:
-            answer = await self._hear("norms", plan, self.index + 1)
-            squares = [*squares, *answer["values"]]
+            answer = await control.hear("norms", turn, source=self.index + 1, deadline_s=deadline_s)
+            sums = exact_sums([*sums, *answer["sums"]])
         if self.is_first:
-            norm, factor = clip_factor(squares, clip=self._clip)
+            norm, factor = clip_factor(sums, clip=self._clip)
+            self._state = "committing"
             for target in range(1, self.num_stages):
-                self._tell(target, plan.step, {"op": "go", "norm": norm, "factor": factor})
+                control.tell(target, turn, {"op": "go", "norm": norm, "factor": factor})
         else:
-            self._tell(self.index - 1, plan.step, {"op": "norms", "values": squares})
-            answer = await self._hear("go", plan, 0)
+            control.tell(self.index - 1, turn, {"op": "norms", "sums": sums})
+            self._state = "prepared"
+            answer = await control.hear("go", turn, source=0, deadline_s=deadline_s)
+            self._state = "committing"
             norm, factor = answer["norm"], answer["factor"]
         self.recorder.add("sync", "norm", -1, start, loop.time())
-        await run("update", "update", -1, self.finish, plan, factor)
+        await self._commit(plan, factor)
         return float(norm)
 
+    async def _see_off(self, plan: StepPlan) -> None:
+        """End an evaluation: the last stage has seen everything, so nothing need be kept."""
+        if self.is_last:
+            for target in range(self.index):
+                self.control.tell(target, plan.turn, {"op": "seen"})
+        else:
+            last = self.num_stages - 1
+            await self.control.hear("seen", plan.turn, source=last, deadline_s=plan.deadline_s)
+        self.close()
+
+    async def _commit(self, plan: StepPlan, factor: float) -> None:
+        if self._background:  # a resend changes rows: it belongs to this step
+            await asyncio.wait(list(self._background))
+        await self.lanes.compute.run("update", "update", -1, self.finish, plan, factor)
+        self.close()
+
     def finish(self, plan: StepPlan, factor: float) -> None:
-        """Update and commit: from here on the step has happened."""
+        """Update and commit: from here on the step has happened (in the compute lane)."""
         self.compute.update(lr=plan.lr, factor=factor)
         for end in self.wiring.ends():
-            end.commit()
+            end.codec.commit()
+        self.committed = plan.step
+
+    def close(self) -> None:
+        """Let go of what was kept in case it had to be sent again."""
+        for sending in self.wiring.sending():
+            sending.forget()
+        self._state = "idle"
 
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
         """What this stage did in the step that just ended."""
-        spans, seconds = self.recorder.drain()
-        spans += self._wire_spans()
-        offset = self.recorder.offset_s
-        events = [event for end in self.wiring.receiving() for event in end.events]
-        for end in self.wiring.receiving():
-            end.events.clear()
-        if norm is not None and norm == float("inf"):
-            events.append(f"step {plan.step}: the gradient is not finite, the update was skipped")
-        return StepRecord(
-            stage=self.index,
-            step=plan.step,
+        events, self.control.events = self.control.events, []
+        return self._books.record(
+            plan,
+            start=start,
+            end=asyncio.get_running_loop().time(),
             loss=self._loss if self.is_last else None,
             num_tokens=self._num_tokens,
-            start_s=start + offset,
-            end_s=asyncio.get_running_loop().time() + offset,
-            seconds=seconds,
-            sent=self._bytes_since_last_record(),
-            codec=self._codec_stats(),
-            grad_norm=norm,
-            spans=spans,
-            events=tuple(events),
+            norm=norm,
+            events=events,
         )
 
-    def _wire_spans(self) -> tuple[Span, ...]:
-        offset = self.recorder.offset_s
-        return tuple(
-            Span(
-                lane="wire",
-                name=f"{link.name} {span.kind}",
-                start_s=span.start + offset,
-                end_s=span.depart + offset,
-            )
-            for link in self.wiring.links.values()
-            for span in link.drain_spans()
-        )
+    # --- what comes in --------------------------------------------------------------------
 
-    def _bytes_since_last_record(self) -> dict[str, dict[str, int]]:
-        sent: dict[str, dict[str, int]] = {}
-        for target, link in self.wiring.links.items():
-            name = f"{self.index}->{target}"
-            before = self._counted.get(name, {})
-            now = dict(link.sent)
-            self._counted[name] = now
-            change = {kind: count - before.get(kind, 0) for kind, count in now.items()}
-            if any(change.values()):
-                sent[name] = {kind: count for kind, count in change.items() if count}
-        return sent
+    def on_frame(self, source: int, frame: Any) -> None:
+        """A frame arrived (called on the loop; returns at once)."""
+        if len(frame) <= SMALL_NBYTES:
+            try:
+                header, packet = self.wire.unpack(frame)
+            except FrameError:
+                pass  # the receiving end will say so and ask again
+            else:
+                if header.kind == "control":
+                    self.control.on_message(header)
+                    return
+                frame = Opened(header, packet)
+        end = self.wiring.activation_in if source < self.index else self.wiring.gradient_in
+        if end is not None:
+            end.on_frame(frame)
 
-    def _codec_stats(self) -> dict[str, dict[str, float]]:
-        stats: dict[str, dict[str, float]] = {}
-        for sending in self.wiring.sending():
-            stats[sending.edge.name] = {
-                **sending.codec.stats(),
-                "resent": float(sending.num_resent),
-            }
-        for receiving in self.wiring.receiving():
-            if receiving.num_nacks:
-                stats.setdefault(receiving.edge.name, {})["nacks"] = float(receiving.num_nacks)
-        return stats
+    def complain(self, kind: str, source: int, turn: Turn, body: dict[str, Any]) -> None:
+        """Ask the sender of an edge to send something again."""
+        self.control.request(source, turn, {**body, "kind": kind})
 
-    # --- control messages -------------------------------------------------------------------
+    def _on_request(self, header: FrameHeader) -> None:
+        """A neighbour asks for a frame again."""
+        body = header.body
+        activation = body.get("kind") == "activation"
+        end = self.wiring.activation_out if activation else self.wiring.gradient_out
+        # Once the step commits everybody has everything: nothing may touch its rows any more.
+        if end is not None and self._state in ("running", "prepared"):
+            seq, micro_batch = body.get("seq"), body.get("mb", -1)
+            self._spawn(end.resend(turn_of(header), seq=seq, micro_batch=micro_batch))
 
-    def _tell(self, target: int, step: int, body: dict[str, Any]) -> None:
-        header = FrameHeader(
-            kind="control",
-            replica=self.replica,
-            source=self.index,
-            target=target,
-            step=step,
-            micro_batch=-1,
-            seq=0,
-            body=body,
-        )
-        self.wiring.links[target].send(self.wire.pack(header, None), kind="control")
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work, name=f"stage {self.index}: {work.__qualname__}")
+        self._background.add(task)
+        task.add_done_callback(self._ended)
 
-    async def _hear(self, op: str, plan: StepPlan, source: int) -> dict[str, Any]:
-        future = self._expect(op, plan.step)
-        await asyncio.wait([future], timeout=plan.deadline_s)
-        if not future.done():
-            raise StageTimeout(
-                f"stage {self.index} waited {plan.deadline_s:.1f} s for {op!r} of step {plan.step} "
-                f"from stage {source}"
-            )
-        self._control.pop((op, plan.step), None)
-        return future.result()
-
-    def _expect(self, op: str, step: int) -> asyncio.Future[dict[str, Any]]:
-        key = (op, step)
-        if key not in self._control:
-            self._control[key] = asyncio.get_running_loop().create_future()
-        return self._control[key]
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.abort(f"stage {self.index} could not send again: {error}")

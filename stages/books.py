@@ -1,0 +1,93 @@
+"""A stage's books: what its links, codecs and lanes did, made into the record of a step."""
+
+from __future__ import annotations
+
+import math
+
+from stages.lanes import Recorder
+from stages.plan import StepPlan
+from stages.record import Span, StepRecord
+from stages.wiring import Wiring
+
+
+class Books:
+    """Reads counters that only rise, and tells what was added since the last record."""
+
+    def __init__(self, index: int, wiring: Wiring, recorder: Recorder) -> None:
+        self._index = index
+        self._wiring = wiring
+        self._recorder = recorder
+        self._counted: dict[str, dict[str, int]] = {}
+
+    def record(
+        self,
+        plan: StepPlan,
+        *,
+        start: float,
+        end: float,
+        loss: float | None,
+        num_tokens: int,
+        norm: float | None,
+        events: list[str],
+    ) -> StepRecord:
+        """The record of a step that ran from `start` to `end`, in loop time."""
+        spans, seconds = self._recorder.drain()
+        offset = self._recorder.offset_s
+        for receiving in self._wiring.receiving():
+            events = [*events, *receiving.events]
+            receiving.events.clear()
+        if norm is not None and math.isinf(norm):
+            events.append(f"step {plan.step}: the gradient is not finite, the update was skipped")
+        return StepRecord(
+            stage=self._index,
+            step=plan.step,
+            loss=loss,
+            num_tokens=num_tokens,
+            start_s=start + offset,
+            end_s=end + offset,
+            seconds=seconds,
+            sent=self._bytes_since_last_record(),
+            codec=self._codec_stats(),
+            grad_norm=norm,
+            spans=spans + self._wire_spans(),
+            events=tuple(events),
+        )
+
+    def _wire_spans(self) -> tuple[Span, ...]:
+        offset = self._recorder.offset_s
+        return tuple(
+            Span(
+                lane="wire",
+                name=f"{link.name} {span.kind}",
+                start_s=span.start + offset,
+                end_s=span.depart + offset,
+            )
+            for link in self._wiring.links.values()
+            for span in link.drain_spans()
+        )
+
+    def _bytes_since_last_record(self) -> dict[str, dict[str, int]]:
+        sent: dict[str, dict[str, int]] = {}
+        for target, link in self._wiring.links.items():
+            name = f"{self._index}->{target}"
+            before = self._counted.get(name, {})
+            now = dict(link.sent)
+            self._counted[name] = now
+            change = {kind: count - before.get(kind, 0) for kind, count in now.items()}
+            if any(change.values()):
+                sent[name] = {kind: count for kind, count in change.items() if count}
+        return sent
+
+    def _codec_stats(self) -> dict[str, dict[str, float]]:
+        stats: dict[str, dict[str, float]] = {}
+        for sending in self._wiring.sending():
+            stats[sending.edge.name] = {
+                **sending.codec.stats(),
+                "resent": float(sending.num_resent),
+            }
+            sending.num_resent = 0
+        for receiving in self._wiring.receiving():
+            if receiving.num_nacks:
+                stats.setdefault(receiving.edge.name, {})["nacks"] = float(receiving.num_nacks)
+                receiving.num_nacks = 0
+        return stats

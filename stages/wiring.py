@@ -1,0 +1,42 @@
+"""What joins a stage to its neighbours, and the places where its work runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from netsim.link import LinkLike
+from stages.ends import SendingEnd
+from stages.lanes import Lane
+from stages.receiving import ReceivingEnd
+
+
+@dataclass(slots=True, kw_only=True)
+class Wiring:
+    """Links and ends; None where there is no neighbour."""
+
+    links: Mapping[int, LinkLike]
+    """By target stage; control messages go to any stage, tensors to neighbours."""
+
+    activation_in: ReceivingEnd | None = None
+    activation_out: SendingEnd | None = None
+    gradient_in: ReceivingEnd | None = None
+    gradient_out: SendingEnd | None = None
+
+    def receiving(self) -> list[ReceivingEnd]:
+        return [end for end in (self.activation_in, self.gradient_in) if end is not None]
+
+    def sending(self) -> list[SendingEnd]:
+        return [end for end in (self.activation_out, self.gradient_out) if end is not None]
+
+    def ends(self) -> list[ReceivingEnd | SendingEnd]:
+        return [*self.receiving(), *self.sending()]
+
+
+@dataclass(slots=True, kw_only=True)
+class Lanes:
+    """The three places where a stage's work runs."""
+
+    receive: Lane
+    compute: Lane
+    transmit: Lane

@@ -1,0 +1,40 @@
+"""What every test shares: one torch thread, no clock in property tests, one Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch and ray are imported. Ray: no token file, no telemetry, every log line once.
+os.environ.update(
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_DEDUP_LOGS="0",
+    RAY_IGNORE_UNHANDLED_ERRORS="1",
+    RAY_SCHEDULER_EVENTS="0",
+    OMP_NUM_THREADS="1",
+)
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("ray_pipe", deadline=None)
+settings.load_profile("ray_pipe")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this machine, started once for all tests that need it."""
+    import ray
+
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=200 << 20,
+    )
+    yield
+    ray.shutdown()
