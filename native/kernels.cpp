@@ -85,7 +85,7 @@ RP_INLINE Block read(const float* from) {
 }
 RP_INLINE Block read(const uint16_t* from) {
   Block b;
-  for (int p = 0; p < kParts; ++p) b.v[p] = widen(from + p * kWidth);
+  widen(from, b.v);
   return b;
 }
 RP_INLINE void write(float* to, const Block& b) {
@@ -127,8 +127,11 @@ RP_INLINE Codes quantize_block(const Grid& grid, const Block& x, float scale, fl
   for (int p = 0; p < kParts; ++p) {
     const Floats ratio = USUAL ? quotient(x.v[p], scale, reciprocal)
                                : x.v[p] / (scale == 0 ? as_float(kInfinity) : scale);
-    const Ints code = (Ints)(ratio * grid.levels + kRoundMagic) - (kRoundBits - grid.full);
-    codes.v[p] = min(max(code, Ints{} + grid.lowest), Ints{} + (2 * grid.full - 1));
+    const Floats z = grid.symmetric ? ratio * grid.levels + kRoundMagic
+                                    : exact_product_plus(ratio, grid.levels, kRoundMagic);
+    const Ints code = min((Ints)z - (kRoundBits - grid.full), Ints{} + (2 * grid.full - 1));
+    // A usual scale is within 2^-8 of the extreme, so that no code is too low: 128.5 rounds to 128.
+    codes.v[p] = USUAL ? code : max(code, Ints{} + grid.lowest);
   }
   return codes;
 }

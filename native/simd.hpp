@@ -114,6 +114,17 @@ constexpr int kTable = 0;
 RP_INLINE Floats lookup(Floats table, Ints) { return table; }
 #endif
 
+// x*y + z, rounded twice or once: for products that are exact, where both are the same.
+RP_INLINE Floats exact_product_plus(Floats x, float y, float z) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), _mm512_set1_ps(z));
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, _mm256_set1_ps(y), _mm256_set1_ps(z));
+#else
+  return x * y + z;
+#endif
+}
+
 // total + x*x; for sums that need not be the same to the bit.
 RP_INLINE Floats add_square(Floats total, Floats x) {
 #if defined(__AVX512F__)
@@ -192,7 +203,18 @@ RP_INLINE void split_bytes(Words w, Ints (&v)[kParts]) {
 #endif
 }
 
-// The upper halves of the lanes as 16-bit values; and such values as lower halves.
+#if defined(__AVX512F__)
+// Word 2i+1 of part p is word 16p+i of the source.
+struct Halves32 {
+  uint16_t index[2][32] = {};
+  constexpr Halves32() {
+    for (int p = 0; p < 2; ++p)
+      for (int i = 0; i < 32; ++i) index[p][i] = static_cast<uint16_t>(16 * p + i / 2);
+  }
+};
+#endif
+
+// The upper halves of the lanes as 16-bit values.
 RP_INLINE void store_upper(uint16_t* to, const Uints (&v)[kParts]) {
 #if defined(__AVX512F__)
   alignas(64) static constexpr uint16_t odd[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
@@ -214,23 +236,36 @@ RP_INLINE void store_upper(uint16_t* to, const Uints (&v)[kParts]) {
 #endif
 }
 
-RP_INLINE Ints load_halves(const uint16_t* from) {
+// bf16 is the upper half of an fp32: 32 of them, widened.
+RP_INLINE void widen(const uint16_t* from, Floats (&v)[kParts]) {
 #if defined(__AVX512F__)
-  return (Ints)_mm512_cvtepu16_epi32(load<__m256i>(from));
+  alignas(64) static constexpr Halves32 spread;
+  const __m512i all = load<__m512i>(from);
+  for (int p = 0; p < kParts; ++p)
+    v[p] = (Floats)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, load<__m512i>(spread.index[p]), all);
 #elif defined(__AVX2__)
-  return (Ints)_mm256_cvtepu16_epi32(load<__m128i>(from));
+  for (int p = 0; p < kParts; ++p)
+    v[p] = (Floats)((Ints)_mm256_cvtepu16_epi32(load<__m128i>(from + p * kWidth)) << 16);
 #elif defined(__SSE2__)
-  return (Ints)_mm_unpacklo_epi16(_mm_cvtsi64_si128(load<long long>(from)), _mm_setzero_si128());
+  for (int p = 0; p < kParts; ++p)
+    v[p] = (Floats)_mm_unpacklo_epi16(
+        _mm_setzero_si128(), _mm_cvtsi64_si128(load<long long>(from + p * kWidth)));
 #else
-  return __builtin_convertvector(load<Halves>(from), Ints);
+  for (int p = 0; p < kParts; ++p)
+    v[p] = (Floats)(__builtin_convertvector(load<Halves>(from + p * kWidth), Ints) << 16);
 #endif
 }
 
-// bf16 is the upper half of an fp32; rounding to nearest even. For finite values.
-RP_INLINE Floats widen(const uint16_t* from) { return (Floats)(load_halves(from) << 16); }
-RP_INLINE Uints round_bf16(Floats v) {  // in the upper half
+// Rounded to bf16, nearest even, in the upper half of each lane. For finite values.
+RP_INLINE Uints round_bf16(Floats v) {
   const Uints bits = (Uints)v;
+#if defined(__AVX512F__)
+  const __m512i up = _mm512_add_epi32((__m512i)bits, _mm512_set1_epi32(0x7fff));
+  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)bits, _mm512_set1_epi32(0x10000));
+  return (Uints)_mm512_mask_add_epi32(up, odd, up, _mm512_set1_epi32(1));
+#else
   return bits + 0x7fff + ((bits >> 16) & 1);
+#endif
 }
 
 // --- bit streams: 32 codes <-> 4*BITS bytes -----------------------------------------------------
