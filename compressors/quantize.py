@@ -151,11 +151,11 @@ class Reference(Stateless):
         matrix, lengths = split_valid(_floats(tensor, self.name), keys)
         if not bool(torch.isfinite(matrix).all()):
             raise kernels.non_finite("x", matrix)
-        rows, channels = matrix.shape
         full = 1 << (self.bits - 1)
-        largest = matrix.abs().amax(dim=0) if rows else matrix.new_zeros(channels)
+        largest = matrix.abs().amax(dim=0) if len(matrix) else matrix.new_empty(0)
         scales = largest.clamp_(max=torch.finfo(torch.float16).max).to(torch.float16)
-        z = matrix.div(scales.float() + 1e-6).mul_(full).round_()
+        divisor = scales.float() + 1e-6 if len(matrix) else 1.0
+        z = matrix.div(divisor).mul_(full).round_()
         unsigned = z.clamp_(-full, full - 1).add_(full).to(torch.uint8)
         codes = kernels_torch.pack(unsigned.reshape(1, -1), self.bits)
         meta: dict[str, object] = {"bits": self.bits, "dtype": dtype_name(tensor.dtype)}
@@ -173,13 +173,16 @@ class Reference(Stateless):
         code_part, scale_part = _two_parts(packet)
         nbytes = -(-rows * channels * bits // 8)
         codes = from_part(code_part, torch.uint8, (1, nbytes), codec=packet.codec)
-        scales = from_part(scale_part, torch.float16, (channels,), codec=packet.codec)
+        num_scales = channels if rows else 0  # no row, no scale
+        scales = from_part(scale_part, torch.float16, (num_scales,), codec=packet.codec)
         if not bool(torch.isfinite(scales).all()):
             raise CodecError(f"{packet.codec} packet has a scale that is not finite")
         full = 1 << (bits - 1)
         unsigned = kernels_torch.unpack(codes, rows * channels, bits)
         value = unsigned.to(torch.float32).sub_(full).div_(full).view(rows, channels)
-        return join_valid(value * scales.float(), packet.shape, lengths).to(dtype)
+        if rows:
+            value *= scales.float()
+        return join_valid(value, packet.shape, lengths).to(dtype)
 
     def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
         rows, channels = num_valid_rows(shape, None)
