@@ -22,7 +22,7 @@ from compressors.base import CodecError, Compressor, Packet, SampleKeys
 from compressors.identity import from_part, to_part
 from compressors.kernels import DeltaStats, NonFinite, check_grid, delta_decode, delta_encode
 from compressors.quantize import Uniform
-from compressors.row_format import RowFormat, matrix_shape
+from compressors.row_format import RowFormat, is_finite, matrix_shape
 
 Shape = tuple[int, ...]
 
@@ -232,10 +232,6 @@ def must_pack(row_format: RowFormat, new: Tensor) -> Tensor:
     if row is None:
         raise CodecError("a decoded change makes a row that is not finite; no sender sends such")
     return row
-
-
-def is_finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all())
 
 
 def square(x: Tensor) -> float:

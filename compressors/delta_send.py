@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compressors.base import Packet, RowMarks, SampleKeys
 from compressors.buffers import Mark
-from compressors.delta_coding import Shape, is_finite, keys_of, square, stack, unstack
+from compressors.delta_coding import Shape, keys_of, square, stack, unstack
 from compressors.delta_layout import NAME, Draft, End, valid_part
+from compressors.row_format import is_finite
 from compressors.visits import waves
 
 MAX_EVICTIONS_PER_PACKET = 4096

@@ -45,7 +45,7 @@ class RowFormat:
         """The row of an fp32 matrix, in memory of its own; None if it would not be finite."""
         if self.dtype is not None:
             row = new.to(self.dtype, copy=True)
-            return row if bool(torch.isfinite(row).all()) else None
+            return row if is_finite(row) else None
         try:
             group = max(new.shape[0], 1)
             codes, scales = quantize(new.t().contiguous(), bits=self._bits, group=group)
@@ -73,6 +73,11 @@ class RowFormat:
 
     def _packed_nbytes(self, positions: int, channels: int) -> tuple[int, int]:
         return packed_nbytes(channels, positions, bits=self._bits, group=max(positions, 1))
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether no value is an infinity or NaN: either one spoils the sum, whatever else is in it."""
+    return math.isfinite(float(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

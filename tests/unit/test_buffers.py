@@ -198,6 +198,15 @@ def test_the_least_recently_visited_go_first() -> None:
     assert rows.pending_evictions == (1,)
 
 
+def test_the_last_visit_of_a_step_counts_not_the_first() -> None:
+    rows = store(cap_bytes=16)
+    for sample in (0, 1, 0):
+        stage(rows, sample, 1.0)
+    rows.commit(evict=True)
+
+    assert rows.samples() == [0]
+
+
 def test_a_receiver_evicts_nothing_by_itself() -> None:
     rows = store(cap_bytes=16)
     for sample in range(3):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressors.quantize import Uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compressors import kernels
 from compressors.base import (
     CodecError,
     NeedCold,
@@ -26,6 +26,7 @@ from compressors.base import (
 from compressors.delta import Delta
 from compressors.entropy import Entropy
 from compressors.frame import FrameHeader, pack, unpack
+from compressors.quantize import Uniform
 from compressors.topk import TopK
 
 torch.set_num_threads(1)
@@ -164,11 +165,24 @@ def test_mutant_an_end_that_adds_in_bf16_is_seen_by_the_checksum() -> None:
     pair.visit(noise(2, 8, 32), keys(0, 1))
     row = pair.receiver._store.value(1)
     row[3, 3] += row[3, 3].abs() * 2**-7  # one unit in the last place
-    packet = pair.sender.encode(noise(2, 8, 32, seed=1), keys=keys(0, 1))
+    h = noise(2, 8, 32, seed=1)
+    digest = pair.receiver.row_digest()
 
     with pytest.raises(NeedCold, match=r"checksum of the new rows is .* here, .* at the sender"):
-        pair.receiver.decode(packet)
+        pair.receiver.decode(pair.sender.encode(h, keys=keys(0, 1)))
+    assert pair.receiver.row_digest() == digest
     assert pair.receiver.stats()["nacks"] == 1
+    pair.receiver.decode(pair.sender.resend_cold(h, keys=keys(0, 1)))
+    assert pair.digests_match()
+
+
+def test_the_native_core_and_the_torch_twin_may_sit_at_the_two_ends() -> None:
+    pair = Pair(3)
+    for h in drifting(num=3, epochs=3):
+        packet = pair.sender.encode(h, keys=keys(0, 1, 2))
+        with kernels.use("torch"):
+            pair.receiver.decode(packet)
+        assert pair.digests_match()
 
 
 # Bounded error: T8, T9, (d) 2, (d) 3

@@ -150,6 +150,9 @@ def test_a_prefetch_overtaken_by_a_put_is_thrown_away(disk, shelf_on) -> None:
     shelf.put(1, row(5))  # the reader still holds the old bytes
     disk.open()
     shelf.flush()
+    assert torch.equal(shelf.get(1), row(5))
+    shelf.put(8, row(8))  # now the new value is in the file only
+    shelf.flush()
 
     assert torch.equal(shelf.get(1), row(5))
 
