@@ -201,7 +201,7 @@ def check_quality(config: RunConfig) -> list[str]:
 
 def check_repeat_visits(config: RunConfig, num_samples: int) -> list[str]:
     """AC-SGD needs samples to come back. The driver calls this once it knows the corpus."""
-    per_pass = num_samples // config.pipeline.samples_per_step
+    per_pass = -(-num_samples // config.pipeline.samples_per_step)
     if config.steps is None or config.steps > per_pass or not _remembers(config):
         return []
     return [

@@ -107,13 +107,6 @@ class RunConfig:
         names = self.compare or (self.codec.name,)
         return tuple(dataclasses.replace(self.codec, name=name) for name in names)
 
-    def num_steps(self, num_samples: int) -> int:
-        """Optimizer steps of the run over so many samples; a last partial batch is not used."""
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return self.epochs * (num_samples // self.pipeline.samples_per_step)
-
     def make_folder(self) -> Path:
         """Make the run's folder, out/name. A name we made up never meets an old folder: it gets a
         number; a name the user gave may, and the old files are written over."""

@@ -47,23 +47,27 @@ class TextSamples:
 
     vocab = 256
 
-    def __init__(self, text: bytes, *, context: int, num_samples: int | None = None) -> None:
+    def __init__(self, text: bytes, *, context: int) -> None:
         available = (len(text) - 1) // context
         if available < 1:
             raise DataError(
                 f"the corpus has {len(text)} bytes, one sample of this model needs {context + 1}; "
                 "give more text with --data or a shorter --set model.context"
             )
-        if num_samples is not None and num_samples > available:
-            raise DataError(
-                f"data.num_samples={num_samples} but the corpus has only {available} samples "
-                f"of {context} bytes; lower data.num_samples or give more text with --data"
-            )
         self.context = context
-        self._count = num_samples or available
-        used = text[: self._count * context + 1]
+        self._count = available
+        used = text[: available * context + 1]
         self._bytes = np.frombuffer(used, dtype=np.uint8)
         self.digest = hashlib.sha256(used + context.to_bytes(4, "little")).hexdigest()[:16]
+
+    def first(self, count: int) -> TextSamples:
+        """The first `count` samples as a corpus of their own."""
+        if count > self._count:
+            raise DataError(
+                f"data.num_samples={count} but the corpus has only {self._count} samples "
+                f"of {self.context} bytes; lower data.num_samples or give more text with --data"
+            )
+        return TextSamples(self._bytes[: count * self.context + 1].tobytes(), context=self.context)
 
     def __len__(self) -> int:
         return self._count

@@ -58,6 +58,8 @@ class Trained:
     prediction: Prediction | None
     meter: ArmMeter
     records: list[StepRecord] = field(default_factory=list)
+    eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
+    """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
 
     def summary(self) -> ArmSummary:
         """The arm as far as it came; its final loss is the mean of its last epoch."""
@@ -74,10 +76,10 @@ def run(config: RunConfig, observer: Observer, workload: Workload | None = None)
     observer.on_start(_plan_of(config))
     observer.on_phase("reading the data")
     work = workload or gpt_workload(config)
-    check_corpus(config, len(work.samples))
+    check_corpus(config, work.num_train)
     if workload is None:
         check_memory(config, len(work.samples), _available_bytes())
-    for text in check_repeat_visits(config, len(work.samples)):
+    for text in check_repeat_visits(config, work.num_train):
         observer.on_warning(text)
 
     path = config.make_folder()
@@ -131,10 +133,17 @@ def train(
     pipeline: Pipeline, one: Trained, on_step: Callable[[str, Mapping[str, Any]], None]
 ) -> None:
     """The training loop: the stages work, the driver notes what they did."""
-    for records in pipeline.train():
-        row = one.meter.add(records)
-        one.records.extend(records)
-        on_step(one.arm.name, row.as_dict())
+    arm = one.arm
+    per_round = arm.order.steps_per_epoch if arm.workload.num_held_out else arm.num_steps
+    for first in range(0, arm.num_steps, per_round):
+        steps = range(first, min(first + per_round, arm.num_steps))
+        for records in pipeline.train(steps):
+            row = one.meter.add(records)
+            one.records.extend(records)
+            on_step(arm.name, row.as_dict())
+        if arm.workload.num_held_out:
+            loss = pipeline.evaluate(arm.evaluation(steps[-1]))[-1].loss
+            one.eval_losses.append((one.meter.rows[-1].wall_s, steps[-1], loss))
 
 
 def target_of(trained: Sequence[Trained]) -> float | None:
@@ -166,11 +175,13 @@ def results_of(
     config: RunConfig, summaries: Sequence[ArmSummary], trained: Sequence[Trained]
 ) -> dict[str, Any]:
     """The object of results.json."""
-    by_name = {one.arm.name: one.prediction for one in trained}
+    by_name = {one.arm.name: one for one in trained}
     arms = []
     for summary in summaries:
-        prediction = by_name[summary.name]
+        prediction = by_name[summary.name].prediction
         arm = summary.as_dict()
+        if by_name[summary.name].eval_losses:
+            arm["eval_losses"] = by_name[summary.name].eval_losses
         if prediction is not None:
             arm["link_compute_ratio"] = prediction.link_to_compute
             arm["speedup_limit"] = prediction.step_s / prediction.compute_step_s

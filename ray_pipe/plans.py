@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compressors.registry import CodecSpec
 from netsim.topology import Topology
@@ -50,6 +50,19 @@ class Arm:
             deadline_s=self.deadline_s,
         )
 
+    def evaluation(self, step: int) -> StepPlan:
+        """The held-out samples, after a step: forward only."""
+        first, size = self.workload.num_train, self.config.pipeline.micro_batch_size
+        ids = range(first, first + self.workload.num_held_out)
+        return replace(
+            self.plan(step),
+            micro_batches=tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size)),
+            schedule="forward",
+            train=False,
+            coming=(),
+            part=1,
+        )
+
     def specs(self, *, epoch_s: float = 0.0) -> list[StageSpec]:
         """What each actor needs to become its stage of this arm."""
         config, codec = self.config, self.codec
@@ -78,7 +91,7 @@ def arms_of(config: RunConfig, workload: Workload) -> list[Arm]:
     """The arms of a run, in the order they are trained."""
     pipeline, network = config.pipeline, config.network
     order = Order(
-        num_samples=len(workload.samples),
+        num_samples=workload.num_train,
         micro_batches=pipeline.micro_batches,
         micro_batch_size=pipeline.micro_batch_size,
         seed=config.seed,

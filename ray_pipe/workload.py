@@ -30,6 +30,12 @@ class Workload:
 
     loss: LossFn
     samples: Samples
+    num_held_out: int = 0
+    """The last samples, kept out of training for `--eval`."""
+
+    @property
+    def num_train(self) -> int:
+        return len(self.samples) - self.num_held_out
 
     @property
     def num_blocks(self) -> int:
@@ -54,17 +60,31 @@ def gpt_workload(config: RunConfig) -> Workload:
         dropout=config.model.dropout,
     )
     text = read_text(config.data.source)
-    samples = TextSamples(text, context=size.context, num_samples=config.data.num_samples)
+    samples = TextSamples(text, context=size.context)
+    if config.data.num_samples is not None:
+        samples = samples.first(config.data.num_samples)
+    held_out = held_out_samples(len(samples)) if config.eval else 0
     return Workload(
         costs=tuple(gpt_flops(shape, index) for index in range(shape.layers)),
         build=partial(_build_gpt, shape, config.seed),
         loss=cross_entropy,
         samples=samples,
+        num_held_out=held_out,
     )
 
 
+def held_out_samples(num_samples: int) -> int:
+    """How many samples `--eval` keeps out of training: a tenth, at least one."""
+    return max(1, num_samples // 10)
+
+
 def blocks_workload(
-    blocks: Sequence[nn.Module] | BlocksFn, *, loss: LossFn, samples: Samples, seed: int
+    blocks: Sequence[nn.Module] | BlocksFn,
+    *,
+    loss: LossFn,
+    samples: Samples,
+    seed: int,
+    held_out: int = 0,
 ) -> Workload:
     """A user's model: modules whose outputs feed each other, or a function that makes them."""
     made = list(blocks() if callable(blocks) else blocks)
@@ -77,10 +97,10 @@ def blocks_workload(
             )
     costs = tuple(float(sum(p.numel() for p in block.parameters()) or 1) for block in made)
     if callable(blocks):
-        return Workload(
-            costs=costs, build=partial(_build_from_fn, blocks, seed), loss=loss, samples=samples
-        )
-    return Workload(costs=costs, build=partial(_build_from_list, made), loss=loss, samples=samples)
+        build = partial(_build_from_fn, blocks, seed)
+    else:
+        build = partial(_build_from_list, made)
+    return Workload(costs=costs, build=build, loss=loss, samples=samples, num_held_out=held_out)
 
 
 def _build_gpt(shape: GPTShape, seed: int, start: int, stop: int) -> nn.Module:

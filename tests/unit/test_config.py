@@ -151,11 +151,6 @@ def test_steps_take_the_place_of_epochs_and_the_other_way_round() -> None:
     assert (by_epochs.epochs, by_epochs.steps) == (3, None)
 
 
-def test_the_number_of_steps_counts_whole_batches_only() -> None:
-    assert RunConfig(epochs=3).num_steps(64 * 10 + 63) == 30
-    assert RunConfig(steps=7).num_steps(640) == 7
-
-
 def test_later_layers_beat_earlier_ones() -> None:
     config = RunConfig.from_layers(
         [
