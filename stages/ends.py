@@ -12,6 +12,7 @@ Lanes only run codecs. All other state of an end belongs to the event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,8 @@ class Sent:
     micro_batch: int
     tensor: Tensor
     keys: SampleKeys
+    leaves_at: float = 0.0
+    """When its last frame is past the uplink, in loop time."""
 
 
 class SendingEnd:
@@ -104,12 +107,15 @@ class SendingEnd:
     async def resend(self, turn: Turn, *, seq: int | None = None, micro_batch: int = -1) -> bool:
         """Send a frame, or what a micro-batch has sent last, again and cold.
 
-        False if there is no such thing: not sent yet, committed long since, or of an attempt
-        that was aborted.
+        False if there is no such thing: not sent yet, still waiting for the uplink, committed
+        long since, or of an attempt that was aborted.
         """
+        now = asyncio.get_running_loop().time()
         for number, item in reversed(self._sent.items()):
             if seq is None:
                 found = (item.turn, item.micro_batch) == (turn, micro_batch)
+                if found and item.leaves_at > now:
+                    return False
             else:
                 found = (item.turn.attempt, number) == (turn.attempt, seq)
             if found:
@@ -131,6 +137,7 @@ class SendingEnd:
         seq, frame = await self._lane.run("encode", name, item.micro_batch, encode, item)
         self._sent[seq] = item
         self._link.send(frame, kind=self.edge.kind)
+        item.leaves_at = self._link.busy_until
 
     def _encode_cold(self, item: Sent) -> tuple[int, Any]:
         # Evaluation has no rows that could be cold.

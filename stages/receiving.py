@@ -47,6 +47,10 @@ class Arrival:
     trouble: str = ""
 
 
+ASK_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
+"""Shares of the deadline after which a tensor is asked for. Early, because stages wait for each
+other: several losses in a row must heal within one deadline."""
+
 EARLY = "early"
 STALE = "stale"
 DUPLICATE = "arrived twice"
@@ -98,18 +102,20 @@ class ReceivingEnd:
         self._clear()
 
     async def take(self, turn: Turn, micro_batch: int, *, deadline_s: float) -> Received:
-        """The decoded tensor; asks for it again at half of the deadline."""
+        """The decoded tensor; asks for it again before it gives up."""
         assert turn == self._turn, f"asked for {turn} in {self._turn}"
         if self._broken is not None:
             raise self._broken
         future = self._future(micro_batch)
-        await asyncio.wait([future], timeout=deadline_s / 2)
-        if not future.done():
-            self._note(
-                f"no {self._what(turn, micro_batch)} after {deadline_s / 2:.1f} s, asked again"
-            )
+        waited_s = 0.0
+        for share in ASK_AT:
+            await asyncio.wait([future], timeout=share * deadline_s - waited_s)
+            if future.done():
+                break
+            waited_s = share * deadline_s
+            self._note(f"no {self._what(turn, micro_batch)} after {waited_s:.1f} s, asked again")
             self._complain(turn, {"op": "want", "mb": micro_batch})
-            await asyncio.wait([future], timeout=deadline_s / 2)
+        await asyncio.wait([future], timeout=deadline_s - waited_s)
         if not future.done():
             raise StageTimeout(
                 f"stage {self.edge.target} waited {deadline_s:.1f} s for the "

@@ -10,10 +10,13 @@ Real tensors, codecs, frames and links; `plain_loop` is the same training withou
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
+import zlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +40,10 @@ from stages.stage import Stage
 SHAPE = GPTShape(layers=4, width=32, heads=2, context=8)
 TEXT = bytes((i * i * 7 + i * 13 + i // 11) % 96 + 32 for i in range(4096))
 FP32 = CodecSpec(name="fp32")
+DIRECTQ = CodecSpec(name="directq", bits=4)
+WORK = StageCosts(
+    phases={"forward": 0.05, "backward": 0.1, "encode": 0.01, "decode": 0.01, "update": 0.02}
+)
 
 
 def acsgd(**changes: Any) -> CodecSpec:
@@ -73,7 +80,7 @@ class Run:
 def rows_of(stages: Sequence[Stage]) -> list[tuple[str, str]]:
     """Digests of the rows at the two ends of each activation edge."""
     found = []
-    for sender, receiver in zip(stages, stages[1:]):
+    for sender, receiver in pairwise(stages):
         assert sender.wiring.activation_out is not None
         assert receiver.wiring.activation_in is not None
         ends: Any = (sender.wiring.activation_out.codec, receiver.wiring.activation_in.codec)
@@ -122,7 +129,7 @@ class Bench:
     def data(self) -> Samples:
         if self.samples is not None:
             return self.samples
-        return TextSamples(TEXT, context=self.shape.context, num_samples=self.num_samples)
+        return TextSamples(TEXT, context=self.shape.context).first(self.num_samples)
 
     def blocks(self, stage: int) -> range:
         share = self.shape.layers // self.num_stages
@@ -186,7 +193,7 @@ class Bench:
         """The stages, joined; must be called inside `run_virtual`."""
 
         def wrap(link: Any) -> FaultyLink:
-            faulty = FaultyLink(link, seed=self.seed)
+            faulty = FaultyLink(link, seed=zlib.crc32(f"{self.seed} {link.name}".encode()))
             if self.faults is not None:
                 self.faults(faulty)
             if links is not None:
@@ -263,3 +270,34 @@ def same_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs)
     )
+
+
+def fingerprint(value: Any) -> str:
+    """Equal exactly if all bits are."""
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(raw).hexdigest()[:12]}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {fingerprint(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(fingerprint, value)) + "]"
+    return repr(value)
+
+
+def state_of(stages: Sequence[Stage]) -> dict[str, str]:
+    """Everything that a step may change, gradients included; generations, which rise, not."""
+    state: dict[str, str] = {}
+    for stage in stages:
+        compute, name = stage.compute, f"stage {stage.index}"
+        for index, parameter in enumerate(compute.parameters):
+            state[f"{name} weight {index}"] = fingerprint(parameter)
+            state[f"{name} gradient {index}"] = fingerprint(parameter.grad)
+        state[f"{name} optimizer"] = fingerprint(compute.optimizer.state_dict()["state"])
+        state[f"{name} in flight"] = fingerprint(list(compute._in_flight))
+        state[f"{name} random"] = fingerprint(compute.state_dict()["random"])
+        for end in stage.wiring.ends():
+            saved = {k: v for k, v in end.codec.state_dict().items() if k != "generation"}
+            state[f"{name} codec of {end.edge.kind} {end.edge.name}"] = fingerprint(saved)
+            if hasattr(end.codec, "row_digest"):
+                state[f"{name} rows of {end.edge.name}"] = end.codec.row_digest()
+    return state
