@@ -73,6 +73,8 @@ class TextSamples:
         return self._count
 
     def batch(self, ids: Sequence[int]) -> Batch:
+        if not all(0 <= sample < self._count for sample in ids):
+            raise IndexError(f"samples have ids 0 to {self._count - 1}, got {list(ids)}")
         starts = np.asarray(ids, dtype=np.int64)[:, None] * self.context
         windows = self._bytes[starts + np.arange(self.context + 1)].astype(np.int64)
         tokens = torch.from_numpy(windows)
