@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray.cloudpickle
 import torch
 
 from ray_pipe.cluster import StageActors
@@ -64,7 +66,7 @@ def plain_losses(arm: Arm) -> list[float]:
         for batch in batches:
             loss = work.loss(model(batch.inputs), batch.targets)[0] / num_items
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         norm, factor = clip_factor(squared_norms(parameters), clip=arm.config.optim.clip)
         assert norm > arm.config.optim.clip  # else the test would not see clipping
         for parameter in parameters:
@@ -162,13 +164,18 @@ def test_evaluation_changes_nothing(actors: StageActors) -> None:
     pipeline = Pipeline(first(actors, 2), arm, epoch_s=0.0)
     training = pipeline.train()
     losses = [next(training)[-1].loss for _ in range(2)]
-    plan = replace(arm.plan(0), step=10_000, train=False, schedule="forward")
+    training.close()
+    plan = replace(arm.plan(2), train=False, schedule="forward", part=1)
     evaluated = pipeline.evaluate(plan)[-1].loss
-    losses += [records[-1].loss for records in training]
+    losses += [None]  # step 2 was in flight; its record was not asked for
+    losses += [records[-1].loss for records in pipeline.train(range(3, STEPS))]
 
-    assert losses == plain
+    assert losses == [*plain[:2], None, *plain[3:]]
     assert evaluated is not None
-    assert evaluated != plain[0]
+    assert plain[-1] < evaluated < plain[0]
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 
 class Poison(torch.nn.Module):
