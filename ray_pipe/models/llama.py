@@ -12,6 +12,7 @@ ties embedding and head, the last block gets a copy of its own: two stages canno
 from __future__ import annotations
 
 import heapq
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -187,9 +188,9 @@ class Checkpoint:
             context=context,
         )
         _check(path, shape)
-        by_name = {
-            name: tuple(parameter.shape) for name, parameter in Block(shape).named_parameters()
-        }
+        with torch.device("meta"):  # shapes only: the header is not to be trusted with memory yet
+            body = Block(shape)
+        by_name = {name: tuple(parameter.shape) for name, parameter in body.named_parameters()}
         rest = _Reader(path, raw)
         embedding = rest.take(shape.vocab, shape.width)
         stacked = {name: rest.take(layers, *by_name[name]) for name in _LAYER_TENSORS}
@@ -239,7 +240,7 @@ class _Reader:
         self._offset = _HEADER.size
 
     def take(self, *shape: int) -> Tensor:
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         end = self._offset + 4 * count
         if end > len(self._raw):
             raise DataError(
