@@ -11,7 +11,7 @@ The first dimension of every tensor is the sample; `SampleKeys` says which sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,15 +106,29 @@ class Compressor(Protocol):
     def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet: ...
     def decode(self, packet: Packet) -> Tensor: ...
     def estimate_nbytes(self, shape: tuple[int, ...]) -> int: ...
+    def prefetch(self, ids: Collection[int]) -> None: ...
     def commit(self) -> None: ...
     def abort(self) -> None: ...
+    def close(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def state_dict(self) -> State: ...
     def load_state_dict(self, state: State) -> None: ...
 
 
+class ResendsCold(Protocol):
+    """What a codec whose packets name rows offers besides: the answer to `NeedCold`."""
+
+    def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet: ...
+
+
 class Stateless:
     """What a codec without memory need not write again."""
+
+    def prefetch(self, ids: Collection[int]) -> None:
+        """Nothing is kept anywhere."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def commit(self) -> None:
         """Nothing was staged."""

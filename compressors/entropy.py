@@ -8,7 +8,7 @@ row marks move to the outer packet, where the stage looks for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -53,6 +53,12 @@ class Entropy:
     def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
         """An upper bound: what compresses is not known before it is seen."""
         return self.inner.estimate_nbytes(shape)
+
+    def prefetch(self, ids: Collection[int]) -> None:
+        self.inner.prefetch(ids)
+
+    def close(self) -> None:
+        self.inner.close()
 
     def commit(self) -> None:
         self.inner.commit()

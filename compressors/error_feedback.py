@@ -9,6 +9,8 @@ AC-SGD needs no error feedback: its rows are one.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,12 @@ class ErrorFeedback:
 
     def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
         return self.inner.estimate_nbytes(shape)
+
+    def prefetch(self, ids: Collection[int]) -> None:
+        self.inner.prefetch(ids)
+
+    def close(self) -> None:
+        self.inner.close()
 
     def commit(self) -> None:
         """The staged residuals are what the next step starts from."""

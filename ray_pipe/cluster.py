@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,14 +80,13 @@ def _explain(address: str | None, error: Exception) -> str:
 class StageActors:
     """The actors of one pipeline. Leaving the block ends them."""
 
-    def __init__(self, num_stages: int, *, replica: int = 0) -> None:
+    def __init__(self, num_stages: int, *, label: str | None = None) -> None:
+        """`label` names the actors on the dashboard: `ray_pipe/<label>/stage-0`."""
         resources: Any = ray.cluster_resources  # untyped in ray
         num_gpus = 1.0 if resources().get("GPU", 0) >= num_stages else 0.0
-        run = ray.get_runtime_context().get_job_id()
+        label = label or uuid.uuid4().hex[:6]
         self.handles = [
-            remote_stage(
-                index, name=f"ray_pipe/{run}/replica-{replica}/stage-{index}", num_gpus=num_gpus
-            )
+            remote_stage(index, name=f"ray_pipe/{label}/stage-{index}", num_gpus=num_gpus)
             for index in range(num_stages)
         ]
         peers = dict(enumerate(self.handles))

@@ -92,7 +92,7 @@ def run(config: RunConfig, observer: Observer, workload: Workload | None = None)
             observer.on_phase("starting Ray")
             with connect(config.address):
                 observer.on_phase(f"starting {config.pipeline.stages} stages")
-                with StageActors(config.pipeline.stages) as actors:
+                with StageActors(config.pipeline.stages, label=path.name) as actors:
                     for index, arm in enumerate(arms):
                         pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
                         trained.append(one)

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -36,6 +36,7 @@ from stages.spec import StageSpec
 from stages.stage import Stage
 from stages.wiring import Lanes
 
+T = TypeVar("T")
 log = logging.getLogger("ray_pipe")
 
 INLINE_NBYTES = 100 * 1024
@@ -74,8 +75,15 @@ class Courier:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+async def _on_loop(work: Callable[..., T], *args: Any) -> T:
+    return work(*args)
+
+
 class StageActor:
-    """A process that can be a stage. Wrapped with `ray.remote` where it is used."""
+    """A process that can be a stage. Wrapped with `ray.remote` where it is used.
+
+    No method may be `async`: one would make this an asyncio actor, whose calls Ray reorders.
+    """
 
     def __init__(self, index: int) -> None:
         torch.set_num_threads(1)  # more threads than cores run many times slower
@@ -114,7 +122,9 @@ class StageActor:
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()
         self._recorder.drain()
-        self._stage = self._loop.submit(self._assemble(compute, transport)).result()
+        if self._stage is not None:
+            self._loop.submit(_on_loop(self._stage.retire)).result()
+        self._stage = self._loop.submit(_on_loop(self._assemble, compute, transport)).result()
         self.hand = StageByHand(self._stage, self._loop)
         return {
             "pid": os.getpid(),
@@ -126,7 +136,7 @@ class StageActor:
             "num_parameters": sum(p.numel() for p in compute.parameters),
         }
 
-    async def _assemble(self, compute: Compute, transport: str) -> Stage:
+    def _assemble(self, compute: Compute, transport: str) -> Stage:
         def deliver_to(target: int) -> Callable[[Any], None]:
             if transport == "refs":
                 return lambda frame: self.hand.arrived(frame)

@@ -86,6 +86,9 @@ class Books:
                 "resent": float(sending.num_resent),
             }
             sending.num_resent = 0
+            if sending.num_nonfinite:
+                stats[sending.edge.name]["nonfinite"] = float(sending.num_nonfinite)
+                sending.num_nonfinite = 0
         for receiving in self._wiring.receiving():
             if receiving.num_nacks:
                 stats.setdefault(receiving.edge.name, {})["nacks"] = float(receiving.num_nacks)

@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from compressors.base import Compressor, Packet, SampleKeys
+from compressors.base import Compressor, Packet, ResendsCold, SampleKeys
 from compressors.frame import FrameHeader, Kind, pack, unpack
+from compressors.identity import Identity
+from compressors.kernels import NonFinite
 from netsim.link import LinkLike
 from stages.lanes import Lane
 from stages.plan import Turn
@@ -74,6 +76,8 @@ class Sent:
     micro_batch: int
     tensor: Tensor
     keys: SampleKeys
+    packet: Packet | None = None
+    """What was sent; the tensor is kept for a cold resend."""
     leaves_at: float = 0.0
     """When its last frame is past the uplink, in loop time."""
 
@@ -99,6 +103,7 @@ class SendingEnd:
         self._next_seq = 0
         self._sent: dict[int, Sent] = {}
         self.num_resent = 0
+        self.num_nonfinite = 0
 
     async def send(self, turn: Turn, micro_batch: int, tensor: Tensor, keys: SampleKeys) -> None:
         """Encode in the transmit lane, then hand the frame to the link."""
@@ -120,13 +125,13 @@ class SendingEnd:
                 found = (item.turn.attempt, number) == (turn.attempt, seq)
             if found:
                 self.num_resent += 1
-                await self._transmit(item, self._encode_cold)
+                await self._transmit(item, self._encode_again)
                 return True
         return False
 
     def encode(self, item: Sent) -> tuple[int, Any]:
         """One frame and its number, taken in the order of encoding: the receiver decodes in it."""
-        return self._frame(item, self.codec.encode(item.tensor, keys=item.keys))
+        return self._frame(item, self._packet(item))
 
     def forget(self) -> None:
         """The step is over at both ends: let kept tensors go."""
@@ -139,15 +144,27 @@ class SendingEnd:
         self._link.send(frame, kind=self.edge.kind)
         item.leaves_at = self._link.busy_until
 
-    def _encode_cold(self, item: Sent) -> tuple[int, Any]:
-        # Evaluation has no rows that could be cold.
-        again = getattr(self.codec, "resend_cold", None) if item.keys.remember else None
-        return self._frame(item, (again or self.codec.encode)(item.tensor, keys=item.keys))
+    def _packet(self, item: Sent) -> Packet:
+        try:
+            return self.codec.encode(item.tensor, keys=item.keys)
+        except NonFinite:
+            # No grid holds it, and hiding it would be worse: the norm sees it and skips the step.
+            self.num_nonfinite += 1
+            return Identity().encode(item.tensor, keys=item.keys)
+
+    def _encode_again(self, item: Sent) -> tuple[int, Any]:
+        """A packet without rows goes as it was, one with rows cold: its rows may be lost."""
+        assert item.packet is not None
+        if item.packet.rows is None:
+            return self._frame(item, item.packet)
+        resends = cast(ResendsCold, self.codec)
+        return self._frame(item, resends.resend_cold(item.tensor, keys=item.keys))
 
     def _frame(self, item: Sent, packet: Packet) -> tuple[int, Any]:
         if item.turn.attempt != self._attempt:
             self._attempt, self._next_seq = item.turn.attempt, 0
         seq, self._next_seq = self._next_seq, self._next_seq + 1
+        item.packet = packet
         lengths = item.keys.lengths
         header = FrameHeader(
             kind=self.edge.kind,

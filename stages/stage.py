@@ -162,9 +162,8 @@ class Stage:
         for receiving in self.wiring.receiving():
             receiving.begin(plan.turn)
         for end in self.wiring.ends():
-            prefetch = getattr(end.codec, "prefetch", None)
-            if prefetch is not None and plan.coming:
-                prefetch(plan.coming)
+            if plan.coming:
+                end.codec.prefetch(plan.coming)
 
     def abort(self, why: str) -> None:
         """End the running step and leave no trace of it (called on the loop; returns at once).
@@ -386,6 +385,15 @@ class Stage:
         for sending in self.wiring.sending():
             sending.forget()
         self._state = "idle"
+
+    def retire(self) -> None:
+        """Nothing more will come of this stage: let go of tasks, links, rows and their files."""
+        for receiving in self.wiring.receiving():
+            receiving.retire()
+        for link in self.wiring.links.values():
+            link.close()
+        for end in self.wiring.ends():
+            end.codec.close()
 
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
         """What this stage did in the step that just ended."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import ray.cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,9 @@ from ray_pipe import CodecConfig, NetworkConfig, PipelineConfig, RunConfig
 from ray_pipe.errors import ConfigError
 
 pytestmark = pytest.mark.ray
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 
 class Wave(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -63,7 +68,7 @@ def test_a_users_model_loss_and_dataset_train_and_come_back_as_weights(
     model.load_state_dict(result.model_state)
     items = [Wave()[index] for index in range(32)]
     inputs, targets = (torch.stack(side) for side in zip(*items, strict=True))
-    final = float(nn.functional.mse_loss(model(inputs), targets))
+    final = float(nn.functional.mse_loss(model(inputs), targets).detach())
     assert final == pytest.approx(losses[-1], rel=0.5)
     assert (Path(result.path) / "report.html").exists()
 
