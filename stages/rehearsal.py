@@ -9,6 +9,7 @@ arithmetic is replaced by its price on cores that the stages share.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -164,6 +165,7 @@ class SizeOnlyCodec(Stateless):
     """
 
     name = "size-only"
+    _nothing = memoryview(b"")  # shared by all packets: a simulated gigabyte costs no memory
 
     def __init__(self, spec: CodecSpec, namespace: tuple[str | int, ...]) -> None:
         self._real = make_codec(spec, namespace=namespace)
@@ -176,14 +178,18 @@ class SizeOnlyCodec(Stateless):
         return self._made[known]
 
     def _make(self, shape: tuple[int, ...], keys: SampleKeys) -> Packet:
-        zeros = torch.zeros(shape)
-        if zeros.numel() > MAX_TEMPLATE:
-            zeros = torch.zeros(shape[0], *([1] * (len(shape) - 2)), min(shape[-1], 64))
+        small = shape
+        if math.prod(shape) > MAX_TEMPLATE:
+            small = (shape[0], *([1] * (len(shape) - 2)), min(shape[-1], 64))
+        zeros = torch.zeros(small)
         self._real.encode(zeros, keys=keys)  # from the second visit on rows are there
         template = self._real.encode(zeros, keys=keys)
         self._real.commit()
-        payload = [memoryview(bytes(self.estimate_nbytes(shape)))]
-        return replace(_refill(template, payload), shape=shape)
+        nbytes = self.estimate_nbytes(shape)
+        if len(SizeOnlyCodec._nothing) < nbytes:
+            SizeOnlyCodec._nothing = memoryview(bytes(nbytes))
+        filled = _refill(template, [self._nothing[:nbytes]])
+        return replace(filled, shape=shape, codec=template.codec[:-1] + "*")  # no real codec's
 
     def decode(self, packet: Packet) -> Any:
         return Shape(packet.shape)
