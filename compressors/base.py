@@ -1,6 +1,6 @@
 """Packets, and the seam that every codec fits.
 
-Path: stages.compute -> compressors.base -> netsim.link
+Path: stages.ends -> compressors.base -> compressors.frame
 
 A codec turns a tensor into a packet and back. It knows neither Ray nor the wire. A packet names
 its codec and carries everything that decoding needs except memory of earlier visits, so the

@@ -1,6 +1,6 @@
 """AC-SGD: send the quantised change of a sample's activation since its last visit.
 
-Path: stages.compute -> compressors.delta -> compressors.kernels
+Path: compressors.base -> compressors.delta -> compressors.kernels
 
     A: c = Q(h - m);  new = m + deq(c);  m = store(new)      never store(h)
     B:                new = m + deq(c);  m = store(new)      and computes on `new`, unrounded

@@ -1,6 +1,6 @@
 """One direction between two nodes: frames go in, and come out as late as physics says.
 
-Path: compressors.base -> netsim.link -> stages.loss
+Path: compressors.frame -> netsim.link -> stages.receiving
 
 A frame first queues for the link's own rate if it has one, then for the uplink that it shares with
 the node's other links; then it flies for the latency, while the next one is sent. Everything

@@ -1,6 +1,6 @@
 """The loss at the end of the pipeline.
 
-Path: compressors.base -> stages.loss -> stages.optim
+Path: stages.receiving -> stages.loss -> stages.optim
 
 A loss function returns the *sum* over a micro-batch and how many items it summed. The last stage
 divides by the count of the whole batch, so micro-batches of unequal size weigh what they should

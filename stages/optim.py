@@ -1,6 +1,6 @@
 """Optimizer, learning rate and the norm of the whole pipeline's gradient.
 
-Path: stages.loss -> stages.optim -> ray_pipe.metrics
+Path: stages.loss -> stages.optim -> stages.record
 
 Each stage owns the optimizer of its own parameters. Only the norm is shared: stages report the
 squared norm of each parameter in float64 as sums that have lost nothing, so that the clip factor
