@@ -1,6 +1,6 @@
 """The stage's Ray face; the only file here that imports ray.
 
-Path: ray_pipe.driver -> stages.actor -> stages.stage
+Path: ray_pipe.pipeline -> stages.actor -> stages.stage
 
 Threads of an actor: Ray's own for `run_step`; one for `net` (frames come in, in order); one for
 `control` (abort, status); the private event loop that the stage lives on; its three lanes; and a
@@ -14,7 +14,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +43,9 @@ log = logging.getLogger("ray_pipe")
 INLINE_NBYTES = 100 * 1024
 """Ray sends arguments up to this size with the call; larger ones go through the object store."""
 
+REAP_EVERY = 16
+"""Pushes between two looks at how earlier ones ended: each look costs as much as a push."""
+
 
 class Courier:
     """Pushes frames to other actors in order, and notices when a push fails."""
@@ -49,30 +53,38 @@ class Courier:
     def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
         self._source = source
         self._on_error = on_error
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="courier")
+        self._frames: SimpleQueue[tuple[Any, int, bytes]] = SimpleQueue()
         self._pending: dict[Any, int] = {}
+        Thread(target=self._main, name="courier", daemon=True).start()
 
     def push(self, peer: Any, target: int, frame: bytes) -> None:
         """Hand a frame to an actor; returns at once."""
-        self._pool.submit(self._push, peer, target, frame)
+        self._frames.put((peer, target, frame))
 
-    def _push(self, peer: Any, target: int, frame: bytes) -> None:
-        try:
+    def _main(self) -> None:
+        while True:
+            peer, target, frame = self._frames.get()
             payload: Any = frame
             if len(frame) > INLINE_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
-            self._pending[peer.deliver.remote(self._source, payload)] = target
-            done, _ = ray.wait(
-                list(self._pending), num_returns=len(self._pending), timeout=0, fetch_local=False
-            )
-            for ref in done:
-                target = self._pending.pop(ref)
-                ray.get(ref)
-        except RayError as error:
-            self._on_error(f"pushing to stage {target} failed: {type(error).__name__}")
+            try:
+                self._pending[peer.deliver.remote(self._source, payload)] = target
+                if len(self._pending) >= REAP_EVERY:
+                    self._reap()
+            except RayError as error:
+                self._on_error(f"pushing to stage {target} failed: {type(error).__name__}")
+            del peer, frame, payload
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    def _reap(self) -> None:
+        """Look at pushes that have ended. Late is early enough: the driver watches the actors."""
+        refs = list(self._pending)
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        for ref in done:
+            target = self._pending.pop(ref)
+            try:
+                ray.get(ref)
+            except RayError as error:
+                self._on_error(f"pushing to stage {target} failed: {type(error).__name__}")
 
 
 async def _on_loop(work: Callable[..., T], *args: Any) -> T:
@@ -223,8 +235,8 @@ class StageActor:
         return self.stage.compute.state_dict()
 
     def costs(self) -> dict[str, list[float]]:
-        """CPU seconds of single pieces of work, by phase, since `setup`."""
-        return self._recorder.cpu
+        """CPU seconds of the latest single pieces of work, by phase."""
+        return {phase: list(seconds) for phase, seconds in self._recorder.cpu.items()}
 
     @property
     def stage(self) -> Stage:
@@ -242,13 +254,16 @@ GROUPS = {
     "cpu_seconds": "control",
     "carry": "carry",
 }
+UNSEEN = ("deliver", "discard", "cpu_seconds")
 
 
 def remote_stage(index: int, *, name: str, num_gpus: float) -> Any:
     """Start a stage actor. State would be lost by a restart, so Ray must not restart it."""
     cls: Any = type("PipelineStage", (StageActor,), {})
     for method, group in GROUPS.items():
-        setattr(cls, method, ray.method(concurrency_group=group)(_own(getattr(StageActor, method))))
+        # Frames are no tasks that anybody would look for on the dashboard, and each has a price.
+        mark = ray.method(concurrency_group=group, enable_task_events=method not in UNSEEN)
+        setattr(cls, method, mark(_own(getattr(StageActor, method))))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
     return remote.options(name=name, num_gpus=num_gpus).remote(index)

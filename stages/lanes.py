@@ -7,13 +7,15 @@ the simulator (`stages.rehearsal`) it is a share of the cores and a cost.
 
 from __future__ import annotations
 
-import threading
 import time
-from asyncio import get_running_loop
+from asyncio import AbstractEventLoop, Future, get_running_loop
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from stages.record import Span
 
@@ -41,10 +43,10 @@ class Recorder:
 
     spans: list[Span] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    """CPU seconds of single pieces of work by phase: what the simulator is fed with."""
+    cpu: dict[str, deque[float]] = field(default_factory=dict)
+    """CPU seconds of the latest single pieces of work, by phase."""
 
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False)
 
     def add(self, phase: str, name: str, micro_batch: int, start: float, end: float) -> None:
         """Note one stretch of work or of waiting."""
@@ -58,6 +60,12 @@ class Recorder:
         with self._lock:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + end - start
             self.spans.append(span)
+
+    def add_cpu(self, phase: str, seconds: float) -> None:
+        """Note what one piece of work cost, whoever else was using the cores."""
+        if phase not in self.cpu:
+            self.cpu[phase] = deque(maxlen=1000)
+        self.cpu[phase].append(seconds)
 
     def drain(self) -> tuple[tuple[Span, ...], dict[str, float]]:
         """What was noted since the last drain."""
@@ -76,25 +84,59 @@ class Lane(Protocol):
 
 
 class ThreadLane:
-    """A lane in earnest: one thread."""
+    """A lane in earnest: one thread. Leaner than an executor, and a step passes it often."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._recorder = recorder
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
 
     async def run(
         self, phase: str, name: str, micro_batch: int, work: Callable[..., T], *args: object
     ) -> T:
-        def timed() -> T:
-            start, cpu = time.monotonic(), time.thread_time()
-            try:
-                return work(*args)
-            finally:
-                self._recorder.cpu.setdefault(phase, []).append(time.thread_time() - cpu)
-                self._recorder.add(phase, name, micro_batch, start, time.monotonic())
-
-        return await get_running_loop().run_in_executor(self._pool, timed)
+        loop = get_running_loop()
+        done: Future[T] = loop.create_future()
+        self._jobs.put(_Job(loop, done, phase, name, micro_batch, work, args))
+        return await done
 
     def close(self) -> None:
-        """Let the thread end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Let the thread end after what it was given."""
+        self._jobs.put(None)
+
+    def _main(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.done.cancelled():  # nobody waits for it any more
+                continue
+            start, cpu = time.monotonic(), time.thread_time()
+            result, error = None, None
+            try:
+                result = job.work(*job.args)
+            except BaseException as raised:
+                error = raised
+            self._recorder.add_cpu(job.phase, time.thread_time() - cpu)
+            self._recorder.add(job.phase, job.name, job.micro_batch, start, time.monotonic())
+            with suppress(RuntimeError):  # the loop was stopped meanwhile
+                job.loop.call_soon_threadsafe(_settle, job.done, result, error)
+            del job, result, error  # an idle lane must not keep tensors alive
+
+
+class _Job(NamedTuple):
+    """One call of `ThreadLane.run`."""
+
+    loop: AbstractEventLoop
+    done: Future[Any]
+    phase: str
+    name: str
+    micro_batch: int
+    work: Callable[..., Any]
+    args: tuple[object, ...]
+
+
+def _settle(done: Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.cancelled():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)

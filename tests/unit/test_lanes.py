@@ -36,7 +36,39 @@ def test_work_runs_in_one_thread_in_the_order_it_was_given() -> None:
     finally:
         loop.stop()
     assert [index for index, _ in seen] == list(range(20))
-    assert {name for _, name in seen} == {"compute_0"}
+    assert {name for _, name in seen} == {"compute"}
+
+
+def test_work_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    """An abort cancels what waits for a lane; what runs there already ends first."""
+    seen: list[str] = []
+    running, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        running.set()
+        go_on.wait(10)
+        seen.append("first")
+
+    async def main() -> None:
+        lane = ThreadLane("compute", Recorder())
+        tasks = [
+            asyncio.create_task(lane.run("forward", "F0", 0, first)),
+            asyncio.create_task(lane.run("forward", "F1", 1, seen.append, "second")),
+        ]
+        await asyncio.sleep(0)
+        running.wait(10)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        asyncio.get_running_loop().call_soon(go_on.set)
+        await lane.run("forward", "F2", 2, seen.append, "third")
+
+    loop = LoopThread()
+    try:
+        loop.submit(main()).result(10)
+    finally:
+        loop.stop()
+    assert seen == ["first", "third"]
 
 
 def test_an_error_comes_back_and_is_measured_too() -> None:
