@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +14,17 @@ from local_pipeline import DIRECTQ, WORK, Bench, Run, acsgd, same_bits, state_of
 from torch import nn
 
 from netsim.clock import run_virtual
+from netsim.loop_thread import LoopThread
+from netsim.topology import Topology
 from ray_pipe.models.gpt import GPTShape
+from stages.assembly import assemble
+from stages.lanes import Recorder, ThreadLane
 from stages.plan import StepPlan, Turn
 from stages.receiving import ReceivingEnd
 from stages.record import StepRecord
 from stages.rehearsal import LocalPipeline
-from stages.stage import StageAborted
+from stages.stage import Stage, StageAborted
+from stages.wiring import Lanes
 
 BUSY = Bench(
     num_stages=3,
@@ -181,3 +188,86 @@ def test_dropout_of_torch_repeats_its_masks_after_an_abort() -> None:
         return await pipeline.run([bench.plan(step, attempt=1) for step in range(2)])
 
     assert bench.drive(main).losses == bench.run(2).losses
+
+
+# --- the same with real threads -------------------------------------------------------------------
+
+
+class Threads:
+    """Stages on real loops with real lanes, pushing frames to each other."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.loops = [LoopThread(f"stage-{index}") for index in range(bench.num_stages)]
+        self.lanes: list[ThreadLane] = []
+        self.stages: list[Stage] = []
+        for spec, loop in zip(bench.specs(), self.loops):
+            self.stages.append(loop.submit(self._assemble(bench, spec)).result(10))
+
+    async def _assemble(self, bench: Bench, spec: Any) -> Stage:
+        recorder = Recorder()
+        lanes = [ThreadLane(name, recorder) for name in ("receive", "compute", "transmit")]
+        self.lanes += lanes
+
+        def deliver_to(target: int) -> Any:
+            def deliver(frame: Any) -> None:
+                self.loops[target].call_soon(self.stages[target].on_frame, spec.index, frame)
+
+            return deliver
+
+        return assemble(
+            replace(spec, topology=Topology.uniform(spec.num_stages)),
+            compute=bench.compute(spec.index),
+            samples=bench.data(),
+            lanes=Lanes(receive=lanes[0], compute=lanes[1], transmit=lanes[2]),
+            recorder=recorder,
+            deliver_to=deliver_to,
+        )
+
+    def start(self, plan: StepPlan) -> list[Future[StepRecord]]:
+        return [loop.submit(stage.run(plan)) for loop, stage in zip(self.loops, self.stages)]
+
+    def run(self, plan: StepPlan) -> list[StepRecord]:
+        return [future.result(30) for future in self.start(plan)]
+
+    def close(self) -> None:
+        for lane in self.lanes:
+            lane.close()
+        for loop in self.loops:
+            loop.stop()
+
+
+@pytest.mark.parametrize("blocked", ["forward", "backward"])
+def test_a_thread_that_computes_while_its_step_is_aborted_leaves_no_trace(blocked: str) -> None:
+    """The rollback waits in the lane until the pass that runs there is over."""
+    bench = Bench(num_stages=2, activation=acsgd(), gradient=DIRECTQ, schedule="1f1b")
+    threads = Threads(bench)
+    running, go_on = threading.Event(), threading.Event()
+    compute = threads.stages[0].compute
+    right = getattr(compute, blocked)
+
+    def slow(micro_batch: int, *args: Any, **options: Any) -> Any:
+        result = right(micro_batch, *args, **options)
+        if micro_batch == 1:
+            running.set()
+            assert go_on.wait(30)
+        return result
+
+    try:
+        losses = [threads.run(bench.plan(step))[-1].loss for step in range(3)]
+        before = state_of(threads.stages)
+        setattr(compute, blocked, slow)
+        runs = threads.start(bench.plan(3))
+        assert running.wait(30)
+        for stage, loop in zip(threads.stages, threads.loops):
+            loop.call_soon(stage.abort, "a test said so")
+        assert isinstance(runs[1].exception(30), StageAborted)
+        assert not runs[0].done()
+        go_on.set()
+        assert isinstance(runs[0].exception(30), StageAborted)
+        setattr(compute, blocked, right)
+
+        assert state_of(threads.stages) == before
+        losses += [threads.run(bench.plan(step, attempt=1))[-1].loss for step in (3, 4)]
+    finally:
+        threads.close()
+    assert losses == bench.run(5).losses

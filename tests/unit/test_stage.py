@@ -340,6 +340,37 @@ def test_evaluation_changes_no_row_counter_weight_or_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_mutant_an_evaluation_that_remembers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Stage.keys
+    monkeypatch.setattr(Stage, "keys", lambda *args: replace(right(*args), remember=True))
+    bench = Bench(num_stages=2, activation=acsgd())
+    evaluation = bench.plan(0, train=False, schedule="forward", part=1)
+    train = [bench.plan(step) for step in range(4)]
+
+    plain, mixed = bench.run(plans=train), bench.run(plans=[train[0], evaluation, *train[1:]])
+
+    assert mixed.rows() != plain.rows()
+
+
+def test_mutant_a_recompute_that_encodes_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(d)7: the sender's rows run ahead of the receiver's."""
+    right = Stage._backward
+
+    async def encodes_again(self: Stage, plan: StepPlan, micro_batch: int, sends: Any) -> None:
+        end = self.wiring.activation_out
+        if end is not None:
+            output = torch.zeros(2, 8, 32)
+            end.codec.encode(output, keys=self.keys(plan, micro_batch))
+        await right(self, plan, micro_batch, sends)
+
+    monkeypatch.setattr(Stage, "_backward", encodes_again)
+
+    run = Bench(num_stages=2, activation=acsgd()).run(4)
+
+    assert any("cold resend needed" in event for event in run.events)
+    assert any(sender != receiver for sender, receiver in run.rows())
+
+
 def test_evaluation_is_uncompressed_and_exact() -> None:
     bench = Bench(num_stages=4, activation=acsgd(bits=2, first_visit_bits=2))
     evaluation = bench.plan(0, train=False, schedule="forward", part=1)
