@@ -33,9 +33,9 @@ class Books:
         """The record of a step that ran from `start` to `end`, in loop time."""
         spans, seconds = self._recorder.drain()
         offset = self._recorder.offset_s
-        for receiving in self._wiring.receiving():
-            events = [*events, *receiving.events]
-            receiving.events.clear()
+        for own in self._wiring.ends():
+            events = [*events, *own.events]
+            own.events.clear()
         if norm is not None and math.isinf(norm):
             events.append(f"step {plan.step}: the gradient is not finite, the update was skipped")
         return StepRecord(

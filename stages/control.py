@@ -68,16 +68,21 @@ class Control:
         self._links[target].send(self._wire.pack(header, None), kind="control")
 
     async def hear(
-        self, op: str, turn: Turn, *, source: int, deadline_s: float, ask_first: bool = False
+        self,
+        op: str,
+        turn: Turn,
+        *,
+        source: int,
+        deadline_s: float,
+        num_deadlines: int = 1,
+        ask_first: bool = False,
     ) -> dict[str, Any]:
-        """The message `op` of a turn; asks for it again before it gives up."""
+        """The message `op` of a turn; asks for it again before it gives up.
+
+        `num_deadlines` is for a message that comes after so many waits of somebody else.
+        """
         future = self._expect(op, turn)
-        for count in range(NUM_ASKS):
-            if count == 1:
-                self.events.append(
-                    f"stage {self._index}: no {op!r} of {turn} from stage {source} after "
-                    f"{deadline_s / NUM_ASKS:.1f} s, asked again"
-                )
+        for count in range(NUM_ASKS * num_deadlines):
             if count or ask_first:
                 self.request(source, turn, {"op": AGAIN, "what": op})
             await asyncio.wait([future], timeout=deadline_s / NUM_ASKS)
@@ -85,8 +90,8 @@ class Control:
                 break
         else:
             raise StageTimeout(
-                f"stage {self._index} waited {deadline_s:.1f} s for {op!r} of {turn} from stage "
-                f"{source}; if the links are that slow, raise `deadline_s`"
+                f"stage {self._index} waited {num_deadlines * deadline_s:.1f} s for {op!r} of "
+                f"{turn} from stage {source}; if the links are that slow, raise `deadline_s`"
             )
         self._heard.pop((op, turn), None)
         return future.result()
@@ -99,6 +104,10 @@ class Control:
         elif op == AGAIN:
             told = self._told.get((header.source, header.body.get("what", "")))
             if told is not None and told[0] == turn:
+                self.events.append(
+                    f"stage {self._index}: {told[1]['op']!r} of {turn} was told to stage "
+                    f"{header.source} again"
+                )
                 self.request(header.source, turn, told[1])
         elif isinstance(op, str) and ((op, turn) in self._heard or turn >= self._turn):
             future = self._expect(op, turn)

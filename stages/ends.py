@@ -103,6 +103,7 @@ class SendingEnd:
         self._next_seq = 0
         self._sent: dict[int, Sent] = {}
         self.num_resent = 0
+        self.events: list[str] = []
         self.num_nonfinite = 0
 
     async def send(self, turn: Turn, micro_batch: int, tensor: Tensor, keys: SampleKeys) -> None:
@@ -125,6 +126,10 @@ class SendingEnd:
                 found = (item.turn.attempt, number) == (turn.attempt, seq)
             if found:
                 self.num_resent += 1
+                self.events.append(
+                    f"edge {self.edge.name}: {self.edge.kind} of micro-batch {item.micro_batch}, "
+                    f"{item.turn}, was sent again"
+                )
                 await self._transmit(item, self._encode_again)
                 return True
         return False

@@ -114,7 +114,6 @@ class ReceivingEnd:
             if future.done():
                 break
             waited_s = share * deadline_s
-            self._note(f"no {self._what(turn, micro_batch)} after {waited_s:.1f} s, asked again")
             self._complain(turn, {"op": "want", "mb": micro_batch})
         await asyncio.wait([future], timeout=deadline_s - waited_s)
         if not future.done():

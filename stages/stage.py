@@ -363,8 +363,13 @@ class Stage:
             for target in range(self.index):
                 self.control.tell(target, plan.turn, {"op": "seen"})
         else:
-            last = self.num_stages - 1
-            await self.control.hear("seen", plan.turn, source=last, deadline_s=plan.deadline_s)
+            await self.control.hear(
+                "seen",
+                plan.turn,
+                source=self.num_stages - 1,
+                deadline_s=plan.deadline_s,
+                num_deadlines=len(plan.micro_batches),  # the last stage may wait for each of them
+            )
         self.close()
 
     async def _commit(self, plan: StepPlan, factor: float) -> None:

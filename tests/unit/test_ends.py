@@ -101,7 +101,7 @@ def test_with_memory_a_fault_leaves_rows_equal_and_the_loss_within_the_codec_err
         ("drop", "gradient", "edge 1->0: frame 3 was lost on the way"),
         ("corrupt", "activation", "edge 0->1: a damaged frame was dropped: "),
         ("duplicate", "gradient", "edge 1->0: gradient of micro-batch 0, step 1: arrived twice"),
-        ("drop", "control", "stage 2: no 'go' of step 3 from stage 0 after 2.5 s, asked again"),
+        ("drop", "control", "stage 1: 'norms' of step 3 was told to stage 0 again"),
     ],
 )
 def test_what_healed_is_told(what: str, kind: str, event: str) -> None:
@@ -125,18 +125,20 @@ def test_the_last_frame_of_a_step_is_asked_for_before_the_deadline() -> None:
     """Nothing behind it shows the gap."""
     run = faulty(PLAIN, ("drop", "gradient", {"nth": 6})).run(2)
 
-    assert any("after 2.5 s, asked again" in event for event in run.events)
+    assert "edge 1->0: gradient of micro-batch 2, step 1, was sent again" in run.events
     assert run.losses == unbroken(PLAIN, 2).losses
     assert 2.5 < run.end_s < 6
 
 
 def test_a_frame_that_waits_for_a_slow_uplink_is_not_sent_twice() -> None:
     """The receiver asks for it, but it has not left yet: a second copy would only be slower."""
-    bench = replace(PLAIN, bandwidth_bps=8e3, deadline_s=40.0)  # 2.2 s for each frame
+    bench = replace(PLAIN, bandwidth_bps=8e3, deadline_s=40.0)  # about a second for each frame
 
     run = bench.run(1)
 
-    assert any("asked again" in event for event in run.events)
+    waits = [record.seconds["wait_backward"] for record in run.records[0][:1]]
+    assert max(waits) > 40 / 8
+    assert run.events == []
     assert all(record.codec.get("0->1", {}).get("resent", 0) == 0 for record in run.records[0])
 
 

@@ -395,6 +395,16 @@ def test_evaluation_keeps_no_tensor_once_it_is_over() -> None:
     assert end._sent == {}
 
 
+def test_an_evaluation_may_take_longer_than_a_deadline_while_it_moves() -> None:
+    """Stage 0 is done at once and waits for the rest to crawl over the link."""
+    bench = Bench(num_stages=2, micro_batches=6, bandwidth_bps=8e3, deadline_s=5.0)
+
+    run = bench.run(plans=[bench.plan(0, train=False, schedule="forward", part=1)])
+
+    assert run.end_s > 10
+    assert run.events == []
+
+
 def test_a_turn_that_does_not_rise_is_refused() -> None:
     bench = Bench(num_stages=1)
 
