@@ -35,7 +35,7 @@ class StageByHand:
         self._start = self._loop.loop.time()
         self._loop.submit(self._stage.begin(plan)).result()
         if self._stage.is_last:
-            self._run(self._stage.lanes.compute, "load", "data", -1, self._stage.load, plan)
+            self._run(self._stage.lanes.compute, "load", "data", -1, self._stage.passes.load, plan)
 
     def forward(self, micro_batch: int, frame: Any) -> Any:
         """Decode, compute, encode; the frame for the next stage, or None at the end."""
@@ -43,7 +43,7 @@ class StageByHand:
         source = self._decode(stage.wiring.activation_in, micro_batch, frame)
         output = self._run(
             stage.lanes.compute, "forward", f"F{micro_batch}", micro_batch,
-            stage.forward, plan, micro_batch, source,
+            stage.passes.forward, plan, micro_batch, source,
         )  # fmt: skip
         return self._encode(stage.wiring.activation_out, micro_batch, output)
 
@@ -107,12 +107,16 @@ class StageByHand:
             self._stage.lanes.receive, "decode", LETTER[end.edge.kind], micro_batch,
             end.decode, frame,
         )  # fmt: skip
-        return self._stage.note_lengths(end, micro_batch, received)
+        tensor, lengths = received
+        if end is self._stage.wiring.activation_in:
+            self._stage.passes.note_lengths(micro_batch, lengths)
+        return tensor
 
     def _encode(self, end: SendingEnd | None, micro_batch: int, tensor: Any) -> Any:
         if end is None:
             return None
-        item = Sent(self.plan.turn, micro_batch, tensor, self._stage.keys(self.plan, micro_batch))
+        keys = self._stage.passes.keys(self.plan, micro_batch)
+        item = Sent(self.plan.turn, micro_batch, tensor, keys)
         name = f"{LETTER[end.edge.kind]}{micro_batch}"
         lane = self._stage.lanes.transmit
         return self._run(lane, "encode", name, micro_batch, end.encode, item)[1]

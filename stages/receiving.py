@@ -97,8 +97,8 @@ class ReceivingEnd:
 
     def begin(self, turn: Turn) -> None:
         """Frames of this turn may be decoded from now on; earlier arrivals waited for it."""
-        if turn.attempt > max(self._turn.attempt, 0):
-            self._restart_count()
+        if turn.attempt > self._min_attempt:
+            self.refuse_before(turn.attempt)
         self._turn = turn
         self._clear()
 

@@ -15,21 +15,20 @@ before the answer is in doubt: what the next plan says resolves it, see `run`.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
-from compressors.base import SampleKeys
 from compressors.frame import FrameError, FrameHeader
 from stages.books import Books
 from stages.compute import Compute
 from stages.control import Control
 from stages.ends import FRAMES, WireFormat, turn_of
 from stages.lanes import Recorder
-from stages.loss import count_targets
 from stages.optim import clip_factor, exact_sums
+from stages.passes import Passes, Samples
 from stages.plan import StepPlan, Turn
-from stages.receiving import NEVER, Opened, Received, ReceivingEnd
+from stages.receiving import NEVER, Opened, ReceivingEnd
 from stages.record import StepRecord
 from stages.schedule import actions_of
 from stages.wiring import Lanes, Wiring
@@ -43,12 +42,6 @@ State = Literal["idle", "running", "prepared", "committing", "undoing"]
 
 class StageAborted(RuntimeError):
     """The driver ended the step because something failed elsewhere."""
-
-
-class Samples(Protocol):
-    """What the first and the last stage need of the data."""
-
-    def batch(self, ids: tuple[int, ...]) -> Any: ...
 
 
 class Stage:
@@ -86,13 +79,8 @@ class Stage:
             wire=wire,
         )
         self._books = Books(index, wiring, recorder)
-        self._samples = samples
+        self.passes = Passes(compute, samples, is_first=self.is_first, is_last=self.is_last)
         self._clip = clip
-        self._lengths: dict[int, tuple[int, ...] | None] = {}
-        self._batches: dict[int, Any] = {}
-        self._loss = 0.0
-        self._num_items = 0
-        self._num_tokens = 0
         self._turn = NEVER
         self._min_attempt = 0
         self._state: State = "idle"
@@ -154,10 +142,7 @@ class Stage:
             )
         self._turn = plan.turn
         self._state = "running"
-        self._loss = 0.0
-        self._num_tokens = self._num_items = 0
-        self._batches.clear()
-        self._lengths.clear()
+        self.passes.begin()
         self.control.begin(plan.turn)
         for receiving in self.wiring.receiving():
             receiving.begin(plan.turn)
@@ -175,15 +160,16 @@ class Stage:
         if self._state in ("committing", "undoing"):
             return
         if self._running is not None:
-            self._is_stopped = True
-            self._running.cancel()
+            if not self._is_stopped:  # a second cancellation would hit the cleaning up
+                self._is_stopped = True
+                self._running.cancel()
         elif self._state == "running":  # by hand: nobody runs who could clean up
             self._spawn(self._rollback())
 
     async def _act(self, plan: StepPlan) -> None:
         """All actions, in order; sends go on beside them and are done when this returns."""
         if self.is_last:
-            await self.lanes.compute.run("load", "data", -1, self.load, plan)
+            await self.lanes.compute.run("load", "data", -1, self.passes.load, plan)
         try:
             async with asyncio.TaskGroup() as sends:
                 for action in actions_of(
@@ -222,6 +208,8 @@ class Stage:
             self._state = "idle"
         elif self._state == "running":
             await self._rollback()
+        else:
+            self._state = "idle"  # the update itself failed: only a checkpoint helps
 
     async def _rollback(self) -> None:
         """Each lane ends what it is doing, then forgets."""
@@ -247,11 +235,17 @@ class Stage:
         if self.wiring.activation_in is not None:
             source = await self._take(self.wiring.activation_in, plan, micro_batch)
         output = await self.lanes.compute.run(
-            "forward", f"F{micro_batch}", micro_batch, self.forward, plan, micro_batch, source
+            "forward",
+            f"F{micro_batch}",
+            micro_batch,
+            self.passes.forward,
+            plan,
+            micro_batch,
+            source,
         )
         if self.wiring.activation_out is not None:
             assert output is not None
-            keys = self.keys(plan, micro_batch)
+            keys = self.passes.keys(plan, micro_batch)
             sends.create_task(self.wiring.activation_out.send(plan.turn, micro_batch, output, keys))
 
     async def _backward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
@@ -263,69 +257,18 @@ class Stage:
         )
         if self.wiring.gradient_out is not None:
             assert sent_back is not None
-            keys = self.keys(plan, micro_batch)
+            keys = self.passes.keys(plan, micro_batch)
             sends.create_task(
                 self.wiring.gradient_out.send(plan.turn, micro_batch, sent_back, keys)
             )
 
-    def forward(self, plan: StepPlan, micro_batch: int, source: Tensor | None) -> Tensor | None:
-        """Compute the forward pass of a micro-batch; the last stage adds up the loss instead."""
-        ids = plan.micro_batches[micro_batch]
-        batch = self._batches.pop(micro_batch, None)
-        if self.is_first:
-            if batch is None:
-                assert self._samples is not None
-                batch = self._samples.batch(ids)
-            source = batch.inputs
-            self._lengths[micro_batch] = batch.lengths
-        assert source is not None
-        if not self.is_last:
-            return self.compute.forward(micro_batch, source, ids=ids, train=plan.train)
-        assert batch is not None
-        self._loss += self.compute.forward_loss(
-            micro_batch,
-            source,
-            batch.targets,
-            ids=ids,
-            num_items=self._num_items,
-            train=plan.train,
-        )
-        return None
-
-    def load(self, plan: StepPlan) -> None:
-        """The last stage reads the whole batch first: the mean needs to know how many items."""
-        assert self._samples is not None
-        self._batches = {
-            micro_batch: self._samples.batch(ids)
-            for micro_batch, ids in enumerate(plan.micro_batches)
-        }
-        if self.compute.loss is not None:
-            loss = self.compute.loss
-            counts = [count_targets(loss, batch.targets) for batch in self._batches.values()]
-            self._num_tokens = sum(counts)
-            self._num_items = max(1, self._num_tokens)  # a batch of nothing but padding
-
-    def keys(self, plan: StepPlan, micro_batch: int) -> SampleKeys:
-        """Who the rows of a micro-batch's tensors are."""
-        return SampleKeys(
-            ids=plan.micro_batches[micro_batch],
-            lengths=self._lengths.get(micro_batch),
-            remember=plan.train,
-        )
-
-    def note_lengths(self, end: ReceivingEnd, micro_batch: int, received: Received) -> Tensor:
-        """Padding is known to the first stage only; it travels with the activations."""
-        tensor, lengths = received
-        if end is self.wiring.activation_in:
-            self._lengths[micro_batch] = lengths
-        return tensor
-
     async def _take(self, end: ReceivingEnd, plan: StepPlan, micro_batch: int) -> Tensor:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        received = await end.take(plan.turn, micro_batch, deadline_s=plan.deadline_s)
-        tensor = self.note_lengths(end, micro_batch, received)
+        tensor, lengths = await end.take(plan.turn, micro_batch, deadline_s=plan.deadline_s)
         forward = end is self.wiring.activation_in
+        if forward:
+            self.passes.note_lengths(micro_batch, lengths)
         phase, letter = ("wait_forward", "F") if forward else ("wait_backward", "B")
         self.recorder.add(phase, f"{letter}{micro_batch}", micro_batch, start, loop.time())
         return tensor
@@ -407,8 +350,8 @@ class Stage:
             plan,
             start=start,
             end=asyncio.get_running_loop().time(),
-            loss=self._loss if self.is_last else None,
-            num_tokens=self._num_tokens,
+            loss=self.passes.loss if self.is_last else None,
+            num_tokens=self.passes.num_tokens,
             norm=norm,
             events=events,
         )

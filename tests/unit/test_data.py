@@ -17,7 +17,7 @@ from compressors.registry import CodecSpec
 from ray_pipe.data import DatasetSamples, Order, TextSamples, read_text
 from ray_pipe.errors import DataError
 from stages.loss import IGNORE
-from stages.stage import Stage
+from stages.passes import Passes
 
 # --- text ---------------------------------------------------------------------------------------
 
@@ -216,8 +216,8 @@ def test_rows_hold_the_valid_positions_only_and_stay_warm_in_other_company() -> 
 
 
 def test_mutant_forgetting_the_lengths_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Stage.keys
-    monkeypatch.setattr(Stage, "keys", lambda *args: replace(right(*args), lengths=None))
+    right = Passes.keys
+    monkeypatch.setattr(Passes, "keys", lambda *args: replace(right(*args), lengths=None))
 
     run = replace(PADDED, activation=acsgd()).run(6)
 

@@ -388,6 +388,30 @@ def test_a_frame_of_a_later_turn_waits_for_it_and_keeps_its_place() -> None:
     run_virtual(main())
 
 
+def test_a_new_attempt_drops_what_waited_of_the_old_one() -> None:
+    """A stage may learn of an abort only by the next plan: its own step had just committed."""
+    decoded: list[float] = []
+
+    class Counting(Identity):
+        def decode(self, packet: Packet) -> Tensor:
+            decoded.append(1)
+            return super().decode(packet)
+
+    async def main() -> None:
+        end, _ = receiver(Counting())
+        end.begin(TURN)
+        end.on_frame(frame_of(0, turn=Turn(0, 1, 0)))
+        await asyncio.sleep(1)
+        again = Turn(1, 1, 0)
+        end.begin(again)
+        end.on_frame(frame_of(0, turn=again, x=X + 1))
+
+        assert torch.equal((await end.take(again, 0, deadline_s=1))[0], X + 1)
+        assert len(decoded) == 1
+
+    run_virtual(main())
+
+
 def test_each_missing_frame_is_asked_for_once() -> None:
     async def main() -> None:
         end, told = receiver()

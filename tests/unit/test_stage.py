@@ -27,6 +27,7 @@ from stages.compute import Compute
 from stages.ends import StageTimeout
 from stages.loss import cross_entropy
 from stages.optim import OptimSpec, clip_factor
+from stages.passes import Passes
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.rehearsal import LocalPipeline
@@ -341,8 +342,8 @@ def test_evaluation_changes_no_row_counter_weight_or_random_number() -> None:
 
 
 def test_mutant_an_evaluation_that_remembers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Stage.keys
-    monkeypatch.setattr(Stage, "keys", lambda *args: replace(right(*args), remember=True))
+    right = Passes.keys
+    monkeypatch.setattr(Passes, "keys", lambda *args: replace(right(*args), remember=True))
     bench = Bench(num_stages=2, activation=acsgd())
     evaluation = bench.plan(0, train=False, schedule="forward", part=1)
     train = [bench.plan(step) for step in range(4)]
@@ -360,7 +361,7 @@ def test_mutant_a_recompute_that_encodes_again_is_caught(monkeypatch: pytest.Mon
         end = self.wiring.activation_out
         if end is not None:
             output = torch.zeros(2, 8, 32)
-            end.codec.encode(output, keys=self.keys(plan, micro_batch))
+            end.codec.encode(output, keys=self.passes.keys(plan, micro_batch))
         await right(self, plan, micro_batch, sends)
 
     monkeypatch.setattr(Stage, "_backward", encodes_again)

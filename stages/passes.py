@@ -1,0 +1,93 @@
+"""The samples of a step on their way through one stage: what is read, whose rows, how much loss."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from compressors.base import SampleKeys
+from stages.compute import Compute
+from stages.loss import count_targets
+from stages.plan import StepPlan
+
+
+class Samples(Protocol):
+    """What the first and the last stage need of the data."""
+
+    def batch(self, ids: tuple[int, ...]) -> Any: ...
+
+
+class Passes:
+    """Forward passes of a step. `load` and `forward` run in the compute lane."""
+
+    def __init__(
+        self, compute: Compute, samples: Samples | None, *, is_first: bool, is_last: bool
+    ) -> None:
+        self._compute = compute
+        self._samples = samples
+        self._is_first = is_first
+        self._is_last = is_last
+        self._lengths: dict[int, tuple[int, ...] | None] = {}
+        self._batches: dict[int, Any] = {}
+        self._num_items = 0
+        self.loss = 0.0
+        """Of the passes so far: shares of the batch's mean."""
+
+        self.num_tokens = 0
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.loss = 0.0
+        self.num_tokens = self._num_items = 0
+        self._batches.clear()
+        self._lengths.clear()
+
+    def load(self, plan: StepPlan) -> None:
+        """The last stage reads the whole batch first: the mean needs to know how many items."""
+        assert self._samples is not None
+        self._batches = {
+            micro_batch: self._samples.batch(ids)
+            for micro_batch, ids in enumerate(plan.micro_batches)
+        }
+        loss = self._compute.loss
+        if loss is not None:
+            counts = [count_targets(loss, batch.targets) for batch in self._batches.values()]
+            self.num_tokens = sum(counts)
+            self._num_items = max(1, self.num_tokens)  # a batch of nothing but padding
+
+    def forward(self, plan: StepPlan, micro_batch: int, source: Tensor | None) -> Tensor | None:
+        """The output of a micro-batch's forward pass; the last stage adds up the loss instead."""
+        ids = plan.micro_batches[micro_batch]
+        batch = self._batches.pop(micro_batch, None)
+        if self._is_first:
+            if batch is None:
+                assert self._samples is not None
+                batch = self._samples.batch(ids)
+            source = batch.inputs
+            self.note_lengths(micro_batch, batch.lengths)
+        assert source is not None
+        if not self._is_last:
+            return self._compute.forward(micro_batch, source, ids=ids, train=plan.train)
+        assert batch is not None
+        self.loss += self._compute.forward_loss(
+            micro_batch,
+            source,
+            batch.targets,
+            ids=ids,
+            num_items=self._num_items,
+            train=plan.train,
+        )
+        return None
+
+    def note_lengths(self, micro_batch: int, lengths: tuple[int, ...] | None) -> None:
+        """Padding is known to the first stage only; it travels with the activations."""
+        self._lengths[micro_batch] = lengths
+
+    def keys(self, plan: StepPlan, micro_batch: int) -> SampleKeys:
+        """Who the rows of a micro-batch's tensors are."""
+        return SampleKeys(
+            ids=plan.micro_batches[micro_batch],
+            lengths=self._lengths.get(micro_batch),
+            remember=plan.train,
+        )
