@@ -43,18 +43,18 @@ log = logging.getLogger("ray_pipe")
 INLINE_NBYTES = 100 * 1024
 """Ray sends arguments up to this size with the call; larger ones go through the object store."""
 
-REAP_EVERY = 16
-"""Pushes between two looks at how earlier ones ended: each look costs as much as a push."""
-
 
 class Courier:
-    """Pushes frames to other actors in order, and notices when a push fails."""
+    """Pushes frames to other actors, in order, from a thread of its own.
+
+    A push asks for no answer: that would cost as much again, and whether an actor lives is the
+    driver's to watch. A frame that is lost with its actor is missed by whoever waits for it.
+    """
 
     def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
         self._source = source
         self._on_error = on_error
         self._frames: SimpleQueue[tuple[Any, int, bytes]] = SimpleQueue()
-        self._pending: dict[Any, int] = {}
         Thread(target=self._main, name="courier", daemon=True).start()
 
     def push(self, peer: Any, target: int, frame: bytes) -> None:
@@ -68,23 +68,10 @@ class Courier:
             if len(frame) > INLINE_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
             try:
-                self._pending[peer.deliver.remote(self._source, payload)] = target
-                if len(self._pending) >= REAP_EVERY:
-                    self._reap()
+                peer.deliver.remote(self._source, payload)
             except RayError as error:
                 self._on_error(f"pushing to stage {target} failed: {type(error).__name__}")
-            del peer, frame, payload
-
-    def _reap(self) -> None:
-        """Look at pushes that have ended. Late is early enough: the driver watches the actors."""
-        refs = list(self._pending)
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        for ref in done:
-            target = self._pending.pop(ref)
-            try:
-                ray.get(ref)
-            except RayError as error:
-                self._on_error(f"pushing to stage {target} failed: {type(error).__name__}")
+            del peer, frame, payload  # an idle courier must not keep a frame alive
 
 
 async def _on_loop(work: Callable[..., T], *args: Any) -> T:
@@ -219,7 +206,8 @@ class StageActor:
 
     def deliver(self, source: int, frame: Any) -> None:
         """A frame of another stage: enqueue only."""
-        self._loop.call_soon(self.stage.on_frame, source, frame)
+        if self._stage is not None:
+            self._loop.call_soon(self._stage.on_frame, source, frame)
 
     def abort(self, why: str) -> None:
         """End the running step, if there is one."""
@@ -254,15 +242,18 @@ GROUPS = {
     "cpu_seconds": "control",
     "carry": "carry",
 }
-UNSEEN = ("deliver", "discard", "cpu_seconds")
+ONE_WAY = ("deliver",)
 
 
 def remote_stage(index: int, *, name: str, num_gpus: float) -> Any:
     """Start a stage actor. State would be lost by a restart, so Ray must not restart it."""
     cls: Any = type("PipelineStage", (StageActor,), {})
     for method, group in GROUPS.items():
-        # Frames are no tasks that anybody would look for on the dashboard, and each has a price.
-        mark = ray.method(concurrency_group=group, enable_task_events=method not in UNSEEN)
+        options: dict[str, Any] = {"concurrency_group": group}
+        if method in ONE_WAY:
+            # Nobody would look for a frame on the dashboard, and each event has its price.
+            options |= {"num_returns": 0, "enable_task_events": False}
+        mark = ray.method(**options)
         setattr(cls, method, mark(_own(getattr(StageActor, method))))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
