@@ -72,7 +72,7 @@ class DataConfig:
     """A UTF-8 text file, a folder of them, or pydoc: the English text that comes with Python."""
 
     num_samples: int | None = option(None, low=1)
-    """Use only the first so many samples; empty: all of them."""
+    """Use only the first so many samples; empty: all of them, of pydoc the first 192."""
 
     def __post_init__(self) -> None:
         check_section(self, prefix="data.")
@@ -85,10 +85,10 @@ class PipelineConfig:
     stages: int = option(4, low=1)
     """Pipeline stages, one Ray actor each."""
 
-    micro_batches: int = option(8, low=1)
+    micro_batches: int = option(4, low=1)
     """Micro-batches per step."""
 
-    micro_batch_size: int = option(8, low=1)
+    micro_batch_size: int = option(16, low=1)
     """Samples per micro-batch."""
 
     schedule: Literal["gpipe", "1f1b"] = "gpipe"

@@ -15,6 +15,9 @@ from ray_pipe.models.gpt import GPTShape, gpt_block, gpt_flops
 from ray_pipe.planner.partition import partition
 from stages.loss import LossFn, cross_entropy
 
+PYDOC_SAMPLES = 192
+"""Of the text that comes with Python: what a first look at ray_pipe has time for."""
+
 BlocksFn = Callable[[], Sequence[nn.Module]]
 
 
@@ -61,8 +64,11 @@ def gpt_workload(config: RunConfig) -> Workload:
     )
     text = read_text(config.data.source)
     samples = TextSamples(text, context=size.context)
-    if config.data.num_samples is not None:
-        samples = samples.first(config.data.num_samples)
+    count = config.data.num_samples
+    if count is None and config.data.source == "pydoc":
+        count = min(PYDOC_SAMPLES, len(samples))
+    if count is not None:
+        samples = samples.first(count)
     held_out = held_out_samples(len(samples)) if config.eval else 0
     return Workload(
         costs=tuple(gpt_flops(shape, index) for index in range(shape.layers)),

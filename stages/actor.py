@@ -40,8 +40,8 @@ from stages.wiring import Lanes
 T = TypeVar("T")
 log = logging.getLogger("ray_pipe")
 
-INLINE_NBYTES = 100 * 1024
-"""Ray sends arguments up to this size with the call; larger ones go through the object store."""
+VIEW_NBYTES = 100 * 1024
+"""Frames above this size travel as arrays, which Ray hands over as views, not as copies."""
 
 
 class Courier:
@@ -65,7 +65,7 @@ class Courier:
         while True:
             peer, target, frame = self._frames.get()
             payload: Any = frame
-            if len(frame) > INLINE_NBYTES:
+            if len(frame) > VIEW_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
             try:
                 peer.deliver.remote(self._source, payload)
@@ -150,16 +150,24 @@ class StageActor:
             deliver_to=deliver_to,
         )
 
-    def measure(self, ids: tuple[int, ...], source: Any) -> tuple[dict[str, float], Any]:
+    def measure(
+        self, ids: tuple[int, ...], source: Any, repeats: int
+    ) -> tuple[dict[str, float], Any]:
         """CPU seconds of this stage's pieces of work, and its output for the next stage."""
         tensor = None if source is None else torch.from_numpy(np.array(source))
-        costs, output = measure_stage(self._spec, self._samples, ids, tensor, device=self._device)
+        costs, output = measure_stage(
+            self._spec, self._samples, ids, tensor, device=self._device, repeats=repeats
+        )
         return costs, None if output is None else output.cpu().numpy()
+
+    def cpu_beside_lanes(self) -> float:
+        """CPU seconds of this process so far that were no work of a lane: what messages cost."""
+        return time.process_time() - self._recorder.cpu_total
 
     def probe(self, target: int, nbytes: int, count: int) -> tuple[float, float]:
         """CPU seconds that one message of `nbytes` costs this process and the one it goes to."""
         peer = self._peers[target]
-        payload: Any = bytes(nbytes) if nbytes <= INLINE_NBYTES else np.zeros(nbytes, np.uint8)
+        payload: Any = bytes(nbytes) if nbytes <= VIEW_NBYTES else np.zeros(nbytes, np.uint8)
         before = ray.get(peer.cpu_seconds.remote())
         start = time.process_time()
         ray.get([peer.discard.remote(payload) for _ in range(count)])
@@ -240,6 +248,7 @@ GROUPS = {
     "abort": "control",
     "ping": "control",
     "cpu_seconds": "control",
+    "cpu_beside_lanes": "control",
     "carry": "carry",
 }
 ONE_WAY = ("deliver",)

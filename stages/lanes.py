@@ -46,6 +46,9 @@ class Recorder:
     cpu: dict[str, deque[float]] = field(default_factory=dict)
     """CPU seconds of the latest single pieces of work, by phase."""
 
+    cpu_total: float = 0.0
+    """CPU seconds of all lanes so far."""
+
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def add(self, phase: str, name: str, micro_batch: int, start: float, end: float) -> None:
@@ -63,9 +66,9 @@ class Recorder:
 
     def add_cpu(self, phase: str, seconds: float) -> None:
         """Note what one piece of work cost, whoever else was using the cores."""
-        if phase not in self.cpu:
-            self.cpu[phase] = deque(maxlen=1000)
-        self.cpu[phase].append(seconds)
+        with self._lock:
+            self.cpu_total += seconds
+            self.cpu.setdefault(phase, deque(maxlen=1000)).append(seconds)
 
     def drain(self) -> tuple[tuple[Span, ...], dict[str, float]]:
         """What was noted since the last drain."""

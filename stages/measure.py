@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,11 +23,21 @@ from stages.compute import Compute
 from stages.loss import count_targets
 from stages.spec import StageSpec
 
-REPEATS = 5
+WARM_UP = 2
+"""Rounds that do not count: they touch fresh memory and fill caches."""
+
+SKIP = {"forward": WARM_UP, "backward": WARM_UP, "update": 2 * WARM_UP}
+"""Measurements to leave out, by phase; the codecs leave theirs out themselves."""
 
 
 def measure_stage(
-    spec: StageSpec, samples: Any, ids: tuple[int, ...], source: Tensor | None, *, device: str
+    spec: StageSpec,
+    samples: Any,
+    ids: tuple[int, ...],
+    source: Tensor | None,
+    *,
+    device: str,
+    repeats: int = 4,
 ) -> tuple[dict[str, float], Tensor | None]:
     """Cost by phase for a micro-batch of `ids`, and this stage's output for the next one."""
     compute = Compute(
@@ -62,7 +72,7 @@ def measure_stage(
         compute.forward_loss(0, inputs, targets, ids=ids, num_items=num_items)
         return None
 
-    for _ in range(REPEATS):
+    for _ in range(WARM_UP + repeats):
         output = timed("forward", forward)
         back = None if output is None else torch.full_like(output, 1e-4)
         gradient = timed("backward", partial(compute.backward, 0, back))
@@ -71,22 +81,26 @@ def measure_stage(
 
     if not last:
         assert output is not None
-        _measure_codec(times, spec.activation_codec, output, ids)
+        _measure_codec(times, spec.activation_codec, output, ids, repeats)
     if spec.index > 0 and gradient is not None:
-        _measure_codec(times, spec.gradient_codec, gradient, ids)
-    costs = {phase: median(values) for phase, values in times.items()}
-    costs["update"] = sum(times["update"][2:]) / len(times["update"][2:])
+        _measure_codec(times, spec.gradient_codec, gradient, ids, repeats)
+    # The norm and the update are two pieces of one phase, so the phase's mean stands for both.
+    costs = {phase: mean(values[SKIP.get(phase, 0) :]) for phase, values in times.items()}
     return costs, output
 
 
 def _measure_codec(
-    times: dict[str, list[float]], spec: CodecSpec, tensor: Tensor, ids: tuple[int, ...]
+    times: dict[str, list[float]],
+    spec: CodecSpec,
+    tensor: Tensor,
+    ids: tuple[int, ...],
+    repeats: int,
 ) -> None:
     sender = make_codec(spec, namespace=("measure",))
     receiver = make_codec(spec, namespace=("measure",))
     header = FrameHeader(kind="activation", source=0, target=1, step=0)
     keys = SampleKeys(ids=ids)
-    for repeat in range(REPEATS):
+    for repeat in range(1 + WARM_UP + repeats):
         start = time.thread_time()
         frame = pack(header, sender.encode(tensor, keys=keys))
         encoded = time.thread_time()
@@ -96,6 +110,6 @@ def _measure_codec(
         decoded = time.thread_time()
         sender.commit()
         receiver.commit()
-        if repeat:  # the first visit is cold
+        if repeat > WARM_UP:  # the first visit is cold
             times.setdefault("encode", []).append(encoded - start)
             times.setdefault("decode", []).append(decoded - encoded)

@@ -85,7 +85,7 @@ def test_the_defaults_compare_three_arms_for_eight_epochs_at_100_mbps() -> None:
         ("network.loss_rate=1%", "network", "loss_rate", 0.01),
         ("optim.lr=3e-4", "optim", "lr", 3e-4),
         ("pipeline.schedule=1f1b", "pipeline", "schedule", "1f1b"),
-        ("pipeline.batch_size=48", "pipeline", "micro_batch_size", 6),
+        ("pipeline.batch_size=48", "pipeline", "micro_batch_size", 12),
         ("model=gpt2", "model", "name", "gpt2"),
         ("data=book=1.txt", "data", "source", "book=1.txt"),
     ],
@@ -341,8 +341,8 @@ def test_our_page_of_codec_names_is_the_registrys() -> None:
         ("pipeline.schedule=1f2b", ["did you mean '1f1b'?", "'gpipe' or '1f1b'"]),
         ("pipeline.transport=pull", ["'push' or 'refs'"]),
         ("pipeline.micro_batches=0", ["pipeline.micro_batches is 0", "at least 1"]),
-        ("pipeline.batch_size=30", ["30 samples", "8 micro-batches", "24 or 32"]),
-        ("pipeline.batch_size=4", ["4 samples", "8 micro-batches", "--batch-size 8,"]),
+        ("pipeline.batch_size=30", ["30 samples", "4 micro-batches", "28 or 32"]),
+        ("pipeline.batch_size=2", ["2 samples", "4 micro-batches", "--batch-size 4,"]),
         ("model=gpt-tny", ["no model 'gpt-tny'", "did you mean 'gpt-tiny'?", "gpt2"]),
         ("model.heads=3", ["width of 128", "3 heads", "divisor of 128"]),
         ("model.dropout=1", ["model.dropout is 1", "below 1"]),
@@ -371,7 +371,7 @@ def test_steps_and_epochs_together_are_refused_with_both_numbers() -> None:
 def test_batch_size_must_agree_with_micro_batch_size() -> None:
     message = refusal("pipeline.batch_size=64", "pipeline.micro_batch_size=4")
 
-    assert "--batch-size 64 over 8 micro-batches is 8 samples each" in message
+    assert "--batch-size 64 over 4 micro-batches is 16 samples each" in message
     assert "--micro-batch-size says 4" in message
 
 
@@ -505,8 +505,8 @@ def test_a_corpus_below_one_batch_is_refused_with_both_numbers() -> None:
         check_corpus(config, 63)
 
     assert str(caught.value) == (
-        "--data pydoc: makes 63 samples of 128 tokens, but one step takes 64 (8 micro-batches of "
-        "8); give more text, or lower --micro-batches, --micro-batch-size or model.context."
+        "--data pydoc: makes 63 samples of 128 tokens, but one step takes 64 (4 micro-batches of "
+        "16); give more text, or lower --micro-batches, --micro-batch-size or model.context."
     )
     check_corpus(config, 64)
 
