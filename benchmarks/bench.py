@@ -40,10 +40,16 @@ def subset(actors: Any, num_stages: int) -> Any:
     return Namespace(handles=actors.handles[:num_stages])
 
 
-def train_arm(actors: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare, predict and train one arm; the arm of results.json with the limits beside it."""
+def train_arm(
+    actors: Any, settings: Mapping[str, Any], *, target: float | None = None
+) -> dict[str, Any]:
+    """Prepare, predict and train one arm; the arm of results.json with the limits beside it.
+
+    With `target` the arm trains on after its own steps until it has reached that loss.
+    """
+    from ray_pipe.arms import time_to_target
     from ray_pipe.config import RunConfig
-    from ray_pipe.driver import Trained
+    from ray_pipe.driver import Trained, train_on
     from ray_pipe.metrics import ArmMeter
     from ray_pipe.pipeline import TRANSPORTS
     from ray_pipe.planner.cost import measure_costs, predict
@@ -59,9 +65,13 @@ def train_arm(actors: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
     for records in pipeline.train():
         one.meter.add(records)
+    summary = one.summary()
+    if target is not None and not time_to_target(
+        summary.losses, target=target, window=summary.final_window
+    ):
+        train_on(pipeline, one, target)
     return {
         **one.summary().as_dict(),
-        "final_window": one.summary().final_window,
         "compute_step_s": prediction.compute_step_s,
         "link_step_s": prediction.link_step_s,
         "link_to_compute": prediction.link_to_compute,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,7 +56,7 @@ def main() -> None:
                     {**SETTINGS, "pipeline.schedule": schedule, "pipeline.stages": args.stages,
                      "steps": args.steps, "optim.clip": 0.0},
                 )  # fmt: skip
-                ours += [b[0] - a[0] for a, b in zip(arm["losses"][2:], arm["losses"][3:])]
+                ours += [b[0] - a[0] for a, b in pairwise(arm["losses"][2:])]
                 our_losses = [loss for *_, loss in arm["losses"]]
             apart = max(abs(a - b) for a, b in zip(our_losses, peer_losses, strict=True))
             assert apart < 1e-3, f"the two do not train the same model: losses {apart} apart"
@@ -141,7 +142,7 @@ def peer_process(
         losses += [float(torch.stack([loss.detach() for loss in own]).mean())] if own else []
     dist.barrier()
     if rank == num_stages - 1:
-        times = [b - a for a, b in zip(ends[2:], ends[3:])]
+        times = [b - a for a, b in pairwise(ends[2:])]
         out.write_text(json.dumps({"times": times, "losses": losses}))
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 
 from bench import arguments, markdown, stage_actors, train_arm, write
@@ -30,7 +30,7 @@ def main() -> None:
                 "data.num_samples": 128,
             }
             arm = train_arm(actors, settings)
-            times = [b[0] - a[0] for a, b in zip(arm["losses"][1:], arm["losses"][2:])]
+            times = [b[0] - a[0] for a, b in pairwise(arm["losses"][1:])]
             measured = median(times)
             error = (measured - arm["predicted_step_s"]) / measured
             cases.append(

@@ -7,19 +7,20 @@ rates: same seed, same order, same batches. Beside each figure stands what physi
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 from bench import arguments, markdown, stage_actors, train_arm, write
 
 PAPER_RATIO = 4.9
+MICRO_BATCHES = 4
 
 
 def main() -> None:
     parser = arguments("speed", __doc__ or "")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--rates", default="paper,10e6,100e6,1e9")
-    parser.add_argument("--arms", default="fp32,directq,acsgd")
+    parser.add_argument("--arms", default="fp32,directq,acsgd,acsgd+zstd")
     args = parser.parse_args()
 
     from netsim.units import show_bandwidth
@@ -28,6 +29,7 @@ def main() -> None:
     base = {"epochs": args.epochs, "data.num_samples": args.samples}
     found = []
     with stage_actors(4) as actors:
+        base["pipeline.micro_batches"] = MICRO_BATCHES
         probe = train_arm(
             actors,
             {
@@ -44,9 +46,11 @@ def main() -> None:
         )
         for rate in args.rates.split(","):
             bps = paper_bps if rate == "paper" else float(rate)
-            arms = []
+            arms: list[dict[str, Any]] = []
             for codec in args.arms.split(","):
-                arm = train_arm(actors, {**base, "codec.name": codec, "network.bandwidth_bps": bps})
+                settings = {**base, "codec.name": codec, "network.bandwidth_bps": bps}
+                target = arms[0]["final_loss"] if arms else None
+                arm = train_arm(actors, settings, target=target)
                 arms.append(arm)
                 print(
                     f"{show_bandwidth(bps):>10}  {codec:8} step {arm['step_s']:.3f} s "
@@ -94,16 +98,12 @@ def main() -> None:
     write(args.out, {"paper_ratio": PAPER_RATIO, "paper_bandwidth_bps": paper_bps, "rates": found})
 
 
-def codec_share(arm: dict[str, object]) -> float | None:
+def codec_share(arm: dict[str, Any]) -> float:
     """Codec CPU per step over the CPU that two cores offer in a step."""
-    costs = arm["costs"]
-    assert isinstance(costs, list)
-    step_s = arm["step_s"]
-    assert isinstance(step_s, float)
+    costs, step_s = arm["costs"], arm["step_s"]
     edges = 2 * (len(costs) - 1)
     per = sum(own.get("encode", 0.0) + own.get("decode", 0.0) for own in costs) / len(costs)
-    micro_batches = 8
-    return per * edges * micro_batches / (2 * step_s) if math.isfinite(per) else None
+    return per * edges * MICRO_BATCHES / (2 * step_s)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""Writes the README's tables from benchmarks/results/*.json, so that no number is typed by hand.
+
+python benchmarks/readme.py           # rewrite the tables
+python benchmarks/readme.py --check   # fail if the README says anything else
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import RESULTS, load, markdown
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def rate(bps: float | None) -> str:
+    """A bandwidth as people write it."""
+    if bps is None or bps == float("inf"):
+        return "unlimited"
+    return f"{bps / 1e9:g} Gbps" if bps >= 1e9 else f"{bps / 1e6:.3g} Mbps"
+
+
+def speed_table() -> str:
+    """How much sooner AC-SGD and DirectQ reach fp32's final loss."""
+    rows = []
+    for entry in load(RESULTS / "speed.json")["rates"]:
+        plain, *others = entry["arms"]
+        for arm in others:
+            sooner = arm["time_to_target_speedup"]
+            rows.append(
+                [
+                    rate(entry["bandwidth_bps"])
+                    + (" (paper's ratio)" if entry["is_paper_ratio"] else ""),
+                    f"{plain['link_to_compute']:.1f}",
+                    {"acsgd": "**AC-SGD**", "directq": "DirectQ"}.get(arm["name"], arm["name"]),
+                    f"{plain['step_s']:.2f} s",
+                    f"{arm['step_s']:.2f} s",
+                    "not reached" if sooner is None else f"**{sooner:.2f}x**",
+                    f"{plain['step_s'] / plain['compute_step_s']:.2f}x",
+                    f"{100 * arm['compute_efficiency']:.0f} %",
+                    f"{arm['final_loss'] - plain['final_loss']:+.4f}",
+                    f"{plain['bytes_per_step'] / arm['bytes_per_step']:.1f}x",
+                ]
+            )
+    header = ["link", "link / compute", "arm", "fp32 step", "own step"]
+    header += [
+        "sooner at fp32's final loss",
+        "limit",
+        "of compute alone",
+        "loss gap",
+        "fewer bytes",
+    ]
+    return markdown(header, rows)
+
+
+def quality_table() -> str:
+    """WikiText-2, three seeds."""
+    rows = []
+    for arm in load(RESULTS / "quality_wikitext.json")["arms"]:
+        rows.append(
+            [
+                arm["name"],
+                f"{arm['loss']:.4f} ± {arm['loss_spread']:.4f}",
+                f"{arm['gap']:+.4f} ± {arm['gap_spread']:.4f}",
+                "-" if arm["error"] is None else f"{arm['error']:.3f}",
+            ]
+        )
+    return markdown(["arm", "final train loss", "gap to fp32", "activation error"], rows)
+
+
+def pieces_table() -> str:
+    """One line for each of the other claims, with the script that makes it."""
+    prediction = load(RESULTS / "prediction.json")
+    links = load(RESULTS / "link_rate.json")
+    peer = load(RESULTS / "peer_pipelining.json")
+    kernels = load(RESULTS / "codec_kernels.json")
+    transports = load(RESULTS / "transports.json")
+    ratios = ", ".join(f"{row['schedule']} {row['ratio']:.2f}x" for row in peer["schedules"])
+    refs = ", ".join(
+        f"{row['refs']['step_s'] / row['push']['step_s']:.2f}x at {rate(row['bandwidth_bps'])}"
+        for row in transports["links"]
+    )
+    rows = [
+        [
+            "step time against the simulator's prediction, 24 settings",
+            f"median off by {100 * prediction['median_error']:.1f} %, "
+            f"worst {100 * prediction['worst_error']:.1f} %",
+            "prediction.py",
+        ],
+        [
+            "emulated link speed against the asked rate, 1 Mbps to 1 Gbps",
+            f"worst off by {100 * links['worst_error']:.2f} %",
+            "link_rate.py",
+        ],
+        [
+            "step time, no shaping, no compression, against torch.distributed.pipelining (gloo)",
+            ratios,
+            "peer_pipelining.py",
+        ],
+        [
+            "native kernels against their torch twins, one thread",
+            kernels_line(kernels),
+            "codec_kernels.py",
+        ],
+        ["transport `refs` against `push`, same losses to the bit", refs, "transports.py"],
+    ]
+    return markdown(["what", "measured", "benchmarks/"], rows)
+
+
+def kernels_line(kernels: dict[str, Any]) -> str:
+    """Smallest and largest ratio over shapes and operations at 2 and 4 bits."""
+    ratios = [row["ratio"] for row in kernels["rows"] if row["bits"] in (2, 4)]
+    return f"{min(ratios):.1f}x to {max(ratios):.1f}x"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed_table,
+    "quality": quality_table,
+    "pieces": pieces_table,
+}
+
+
+def rewritten(text: str) -> str:
+    """The README with every table made anew."""
+    for name, make in TABLES.items():
+        block = f"<!-- table: {name} -->\n{make()}\n<!-- end -->"
+        pattern = rf"<!-- table: {name} -->\n.*?<!-- end -->"
+        text, count = re.subn(pattern, lambda _, block=block: block, text, flags=re.DOTALL)
+        assert count == 1, f"the README has {count} places for table {name}"
+    return text
+
+
+def main() -> int:
+    old = README.read_text(encoding="utf-8")
+    new = rewritten(old)
+    if "--check" in sys.argv[1:]:
+        if new != old:
+            print("README.md does not match benchmarks/results; run python benchmarks/readme.py")
+            return 1
+        return 0
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
