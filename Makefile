@@ -20,8 +20,7 @@ help:
 	@echo "make bench   every benchmark that the README quotes (about an hour)"
 
 $(READY): $(SOURCES)
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 

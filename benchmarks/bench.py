@@ -83,9 +83,11 @@ def train_arm(
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Results with the environment they were taken in."""
+    from compressors import kernels
     from ray_pipe.driver import environment
     from ray_pipe.metrics import to_json
 
+    assert kernels.core() == "native", "no claim without the native core; run `make` first"
     path.parent.mkdir(parents=True, exist_ok=True)
     body = {"environment": environment(), "load_at_start": os.getloadavg()[0], **results}
     path.write_text(to_json(body, indent=1) + "\n", encoding="utf-8")

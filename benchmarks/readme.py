@@ -14,7 +14,9 @@ from typing import Any
 
 from bench import RESULTS, load, markdown
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # quality_tables reads its types
 README = Path(__file__).parent.parent / "README.md"
+FIGURE = README.parent / "docs" / "loss_vs_time.png"
 
 
 def rate(bps: float | None) -> str:
@@ -59,17 +61,10 @@ def speed_table() -> str:
 
 def quality_table() -> str:
     """WikiText-2, three seeds."""
-    rows = []
-    for arm in load(RESULTS / "quality_wikitext.json")["arms"]:
-        rows.append(
-            [
-                arm["name"],
-                f"{arm['loss']:.4f} ± {arm['loss_spread']:.4f}",
-                f"{arm['gap']:+.4f} ± {arm['gap_spread']:.4f}",
-                "-" if arm["error"] is None else f"{arm['error']:.3f}",
-            ]
-        )
-    return markdown(["arm", "final train loss", "gap to fp32", "activation error"], rows)
+    from quality_tables import table
+
+    rows = load(RESULTS / "quality_wikitext.json")["arms"]
+    return table(rows)
 
 
 def pieces_table() -> str:
@@ -106,15 +101,39 @@ def pieces_table() -> str:
             kernels_line(kernels),
             "codec_kernels.py",
         ],
+        [
+            "codec's share of the step's CPU time, AC-SGD at 100 Mbps",
+            f"{100 * codec_share(load(RESULTS / 'speed.json')):.1f} %",
+            "speed.py",
+        ],
         ["transport `refs` against `push`, same losses to the bit", refs, "transports.py"],
     ]
     return markdown(["what", "measured", "benchmarks/"], rows)
 
 
+def codec_share(speed: dict[str, Any]) -> float:
+    """Encoding and decoding over all CPU time of a step."""
+    entry = next(entry for entry in speed["rates"] if entry["bandwidth_bps"] == 100e6)
+    arm = next(arm for arm in entry["arms"] if arm["name"] == "acsgd")
+    return float(arm["codec_share"])
+
+
 def kernels_line(kernels: dict[str, Any]) -> str:
     """Smallest and largest ratio over shapes and operations at 2 and 4 bits."""
-    ratios = [row["ratio"] for row in kernels["rows"] if row["bits"] in (2, 4)]
+    ratios = [row["ratio_to_twin"] for row in kernels["rows"] if row["bits"] in (2, 4)]
     return f"{min(ratios):.1f}x to {max(ratios):.1f}x"
+
+
+def draw_figure() -> None:
+    """Loss against time at the paper's ratio of link to compute."""
+    from ray_pipe.report_figure import write_loss_figure
+
+    rates = load(RESULTS / "speed.json")["rates"]
+    entry = next(entry for entry in rates if entry["is_paper_ratio"])
+    arms = [arm for arm in entry["arms"] if arm["name"] in ("fp32", "directq", "acsgd")]
+    write_loss_figure(
+        FIGURE, arms, title=f"gpt-tiny in 4 stages over {rate(entry['bandwidth_bps'])} links"
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -143,6 +162,7 @@ def main() -> int:
             return 1
         return 0
     README.write_text(new, encoding="utf-8")
+    draw_figure()
     return 0
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from torch import Tensor
@@ -145,6 +145,11 @@ def make_codec(spec: CodecSpec, *, namespace: Namespace) -> Compressor:
     if "zstd" in suffixes:
         codec = Entropy(codec)
     return codec
+
+
+def sizing_codec(spec: CodecSpec, *, namespace: Namespace = ("sizing",)) -> Compressor:
+    """A codec for estimates only: it opens no file and remembers nothing of use."""
+    return make_codec(replace(spec, spill_dir=None, cap_bytes=None), namespace=namespace)
 
 
 def split_name(name: str) -> tuple[str, tuple[str, ...]]:

@@ -181,11 +181,6 @@ def check_quality(config: RunConfig) -> list[str]:
     """Settings that work and are known to hurt."""
     codec, warnings = config.codec, []
     bases = {arm.name.split("+")[0] for arm in config.arms}
-    if config.model.dropout > 0 and any(has_memory(arm.name) for arm in config.arms):
-        warnings.append(
-            f"model.dropout is {config.model.dropout:g}: with acsgd each fresh mask is a change "
-            "that must be sent, and the error stays about four times as large; use model.dropout=0."
-        )
     if codec.grid == "symmetric" and codec.fw_bits == 2 and bases & {"acsgd", "directq"}:
         warnings.append(
             "codec.fw_bits is 2 on the symmetric grid, which leaves three levels; "

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ray_pipe.errors import ClusterError
 from stages.actor import remote_stage
@@ -21,6 +22,7 @@ from stages.actor import remote_stage
 NAMESPACE = "ray_pipe"
 CONNECT_TIMEOUT_S = 5.0
 INLINE_NBYTES = 4 << 20
+START_TIMEOUT_S = 120.0
 
 
 @contextmanager
@@ -30,6 +32,8 @@ def connect(address: str | None) -> Iterator[None]:
         yield
         return
     _refuse_unreachable(address)
+    # The driver reads every error it needs; Ray would print those of aborted steps once more.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -78,7 +82,7 @@ def _explain(address: str | None, error: Exception) -> str:
     if address == "auto":
         return (
             "--address auto: no running Ray was found on this machine; start one with "
-            "`ray start --head` or `ray up cluster.yaml`, or leave --address out"
+            "`ray start --head`, or leave --address out"
         )
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"Ray could not be started or reached (--address {address}): {first}"
@@ -89,15 +93,24 @@ class StageActors:
 
     def __init__(self, num_stages: int, *, label: str | None = None) -> None:
         """`label` names the actors on the dashboard: `ray_pipe/<label>/stage-0`."""
-        resources: Any = ray.cluster_resources  # untyped in ray
+        resources: Any = ray.available_resources  # untyped in ray
         num_gpus = 1.0 if resources().get("GPU", 0) >= num_stages else 0.0
-        label = label or uuid.uuid4().hex[:6]
+        label = f"{label or 'pipeline'}-{uuid.uuid4().hex[:4]}"
         self.handles = [
             remote_stage(index, name=f"ray_pipe/{label}/stage-{index}", num_gpus=num_gpus)
             for index in range(num_stages)
         ]
         peers = dict(enumerate(self.handles))
-        ray.get([handle.connect.remote(peers) for handle in self.handles])
+        calls = [handle.connect.remote(peers) for handle in self.handles]
+        try:
+            ray.get(calls, timeout=START_TIMEOUT_S)
+        except RayError as error:
+            self.__exit__()
+            raise ClusterError(
+                f"{num_stages} stage actors did not start within {START_TIMEOUT_S:.0f} s "
+                f"({type(error).__name__}); does the cluster have room for them (`ray status`), "
+                "and is ray_pipe installed on its nodes?"
+            ) from error
 
     def __enter__(self) -> StageActors:
         return self

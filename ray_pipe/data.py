@@ -88,13 +88,14 @@ class DatasetSamples:
     of different length are padded; padded targets carry `stages.loss.IGNORE`.
     """
 
-    def __init__(self, dataset: Any, *, digest: str | None = None) -> None:
+    def __init__(self, dataset: Any, *, digest: str | None = None, may_pad: bool = True) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
                 f"{type(dataset).__name__} has no length or index; AC-SGD needs a map-style "
                 "dataset with stable ids, not a stream"
             )
         self._dataset = dataset
+        self._may_pad = may_pad
         self.digest = digest or f"{type(dataset).__qualname__}-{len(dataset)}"
 
     def __len__(self) -> int:
@@ -106,6 +107,12 @@ class DatasetSamples:
         targets = [torch.as_tensor(pair[1]) for pair in pairs]
         if len({tuple(item.shape) for item in inputs}) == 1:
             return Batch(inputs=torch.stack(inputs), targets=_stack(targets, IGNORE))
+        if not self._may_pad:
+            raise DataError(
+                f"samples {list(ids)} have different lengths, but the loss would count padding; "
+                "give it an attribute `count` (number of items from the targets) and let it skip "
+                f"targets of {IGNORE}, or make all samples equally long"
+            )
         lengths = tuple(int(item.shape[0]) for item in inputs)
         return Batch(inputs=_stack(inputs, 0), targets=_stack(targets, IGNORE), lengths=lengths)
 

@@ -5,11 +5,14 @@ Path: ray_pipe.run -> ray_pipe.driver -> ray_pipe.data
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import platform
 import shlex
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +25,7 @@ from ray_pipe.cluster import StageActors, connect
 from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
 from ray_pipe.pipeline import TRANSPORTS, Pipeline
-from ray_pipe.planner.cost import Prediction, measure_costs, predict
+from ray_pipe.planner.cost import Prediction, measure_costs, predict, simulated_step_s
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.progress import Observer
 from ray_pipe.report import write_report
@@ -33,6 +36,7 @@ from stages.record import StepRecord
 from stages.rehearsal import StageCosts
 
 RESULTS_SCHEMA = 1
+KEPT_STEPS = 100
 OVERTIME_SHARE = 0.25
 OVERTIME_MIN_STEPS = 4
 DEADLINE_STEPS = 10
@@ -57,9 +61,24 @@ class Trained:
     arm: Arm
     prediction: Prediction | None
     meter: ArmMeter
-    records: list[StepRecord] = field(default_factory=list)
+    first_records: list[StepRecord] = field(default_factory=list)
+    last_records: deque[list[StepRecord]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Weights and optimizer of each stage after the arm's own steps, if they were asked for."""
+
     eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
     """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
+
+    def keep(self, records: list[StepRecord]) -> None:
+        """Keep records with their spans for the trace: of a long run its beginning and its end."""
+        if len(self.meter.rows) <= KEPT_STEPS:
+            self.first_records += records
+        else:
+            self.last_records.append(records)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.first_records + [record for step in self.last_records for record in step]
 
     def summary(self) -> ArmSummary:
         """The arm as far as it came; its final loss is the mean of its last epoch."""
@@ -68,50 +87,61 @@ class Trained:
         return summarize(self.meter, final_window=window, predicted_step_s=predicted)
 
 
-def run(config: RunConfig, observer: Observer, workload: Workload | None = None) -> Outcome:
+def run(
+    config: RunConfig,
+    observer: Observer,
+    workload: Workload | None = None,
+    *,
+    want_states: bool = False,
+) -> Outcome:
     """Train every arm of a validated `config` and write `runs/<name>/`.
 
     Raises a `RayPipeError` with the reason. Stopped or failed, it still writes what it has.
     """
-    observer.on_start(_plan_of(config))
+    plan = _plan_of(config, workload)
+    observer.on_start(plan)
     observer.on_phase("reading the data")
     work = workload or gpt_workload(config)
     check_corpus(config, work.num_train)
-    if workload is None:
-        check_memory(config, len(work.samples), _available_bytes())
     for text in check_repeat_visits(config, work.num_train):
         observer.on_warning(text)
 
-    path = config.make_folder()
-    trained: list[Trained] = []
-    states: list[dict[str, Any]] = []
-    epoch_s = time.time()
     arms = arms_of(config, work)
-    with MetricsFile(path / "metrics.jsonl") as sink:
+    trained: list[Trained] = []
+    epoch_s = time.time()
+    observer.on_phase("starting Ray")
+    with connect(config.address):
+        path = config.make_folder()
+        observer.on_phase(f"starting {config.pipeline.stages} stages")
         try:
-            observer.on_phase("starting Ray")
-            with connect(config.address):
-                observer.on_phase(f"starting {config.pipeline.stages} stages")
-                with StageActors(config.pipeline.stages, label=path.name) as actors:
-                    for index, arm in enumerate(arms):
-                        pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
-                        trained.append(one)
-                        observer.on_arm(arm.name, index, len(arms), arm.num_steps)
-                        train(pipeline, one, observer.on_step)
-                        target = target_of(trained)
-                        if target is not None:
-                            observer.on_phase(
-                                f"{arm.name}: on to fp32's final loss of {target:.4f}"
-                            )
-                            train_on(pipeline, one, target)
-                        observer.on_arm_end(one.summary().as_dict())
-                    states = pipeline.state_dicts()
+            with (
+                MetricsFile(path / "metrics.jsonl") as sink,
+                StageActors(config.pipeline.stages, label=path.name) as actors,
+            ):
+                for index, arm in enumerate(arms):
+                    pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
+                    trained.append(one)
+                    plan["predicted_step_s"] = _guess(arms, one)
+                    observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                    train(pipeline, one, observer.on_step)
+                    if want_states and index == len(arms) - 1:
+                        one.states = pipeline.state_dicts()
+                    target = target_of(trained)
+                    if target is not None:
+                        observer.on_phase(f"{arm.name}: on to fp32's final loss of {target:.4f}")
+                        train_on(pipeline, one, target)
+                    observer.on_arm_end(one.summary().as_dict())
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
             results = results_of(config, summaries, trained)
-            write_all(path, results, trained)
+            write_all(path, results, trained, observer)
     observer.on_end(results, path)
-    return Outcome(results=results, path=path, summaries=summaries, states=states)
+    return Outcome(
+        results=results,
+        path=path,
+        summaries=summaries,
+        states=trained[-1].states if trained else [],
+    )
 
 
 def prepare(
@@ -121,12 +151,31 @@ def prepare(
     observer.on_phase(f"preparing {arm.name}: building stages, measuring their costs")
     pipeline = TRANSPORTS[arm.config.pipeline.transport](actors, arm, epoch_s=epoch_s)
     costs, sample_shape = measure_costs(pipeline)
-    num_cores = pipeline.infos[0]["num_cores"]
-    prediction = predict(arm, costs, sample_shape, num_cores=num_cores)
-    deadline_s = max(arm.deadline_s, DEADLINE_STEPS * prediction.step_s)
-    pipeline.arm = replace(arm, deadline_s=deadline_s)
+    check_memory(
+        arm.config,
+        arm.workload.num_train,
+        available_bytes(),
+        row_elements=math.prod(sample_shape) if sample_shape else None,
+    )
+    prediction = None
+    if pipeline.transport == "push":  # the simulator knows no other
+        cores = {info["node"]: info["num_cores"] for info in pipeline.infos}
+        prediction = predict(arm, costs, sample_shape, num_cores=sum(cores.values()))
+        deadline_s = max(arm.deadline_s, DEADLINE_STEPS * prediction.step_s)
+        pipeline.arm = replace(arm, deadline_s=deadline_s)
     meter = ArmMeter(arm.name, sink=sink)
     return pipeline, Trained(arm=pipeline.arm, prediction=prediction, meter=meter)
+
+
+def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
+    """Step times of all arms as far as they can be known now, for the estimate of the time left."""
+    if one.prediction is None:
+        return {}
+    costs, shape = one.prediction.costs, one.prediction.sample_shape
+    cores = one.prediction.num_cores
+    return {arm.name: simulated_step_s(arm, costs, shape, num_cores=cores) for arm in arms} | {
+        one.arm.name: one.prediction.step_s
+    }
 
 
 def train(
@@ -139,11 +188,16 @@ def train(
         steps = range(first, min(first + per_round, arm.num_steps))
         for records in pipeline.train(steps):
             row = one.meter.add(records)
-            one.records.extend(records)
+            one.keep(records)
+            pipeline.arm = replace(
+                pipeline.arm,
+                deadline_s=max(pipeline.arm.deadline_s, DEADLINE_STEPS * row.step_s),
+            )
             on_step(arm.name, row.as_dict())
         if arm.workload.num_held_out:
-            loss = pipeline.evaluate(arm.evaluation(steps[-1]))[-1].loss
-            one.eval_losses.append((one.meter.rows[-1].wall_s, steps[-1], loss))
+            records = pipeline.evaluate(arm.evaluation(steps[-1]))
+            one.meter.skip(records)
+            one.eval_losses.append((one.meter.rows[-1].wall_s, steps[-1], records[-1].loss))
 
 
 def target_of(trained: Sequence[Trained]) -> float | None:
@@ -162,13 +216,14 @@ def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
     same loss can be told. Its final loss, bytes and rates stay those of its own steps."""
     first = one.arm.num_steps
     extra = max(OVERTIME_MIN_STEPS, round(first * OVERTIME_SHARE))
-    training = pipeline.train(range(first, first + extra))
-    for records in training:
+    window = one.summary().final_window
+    for records in pipeline.train(range(first, first + extra)):
         one.meter.add(records, overtime=True)
-        summary = one.summary()
-        if time_to_target(summary.losses, target=target, window=summary.final_window) is not None:
+        latest = [*one.meter.rows, *one.meter.overtime][-window:]
+        losses = [(row.wall_s, row.step, row.loss) for row in latest]
+        if time_to_target(losses, target=target, window=window) is not None:
             break
-    training.close()
+    pipeline.settle()
 
 
 def results_of(
@@ -182,9 +237,8 @@ def results_of(
         arm = summary.as_dict()
         if by_name[summary.name].eval_losses:
             arm["eval_losses"] = by_name[summary.name].eval_losses
-        if prediction is not None:
+        if prediction is not None and prediction.is_shaped:
             arm["link_compute_ratio"] = prediction.link_to_compute
-            arm["speedup_limit"] = prediction.step_s / prediction.compute_step_s
         arms.append(arm)
     return {
         "schema": RESULTS_SCHEMA,
@@ -213,7 +267,7 @@ def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
         }
     }
     plain = by_arm.get("fp32")
-    if plain is not None:
+    if plain is not None and plain.is_shaped:
         limits["link_to_compute"] = plain.link_to_compute
         limits["compute_step_s"] = plain.compute_step_s
         limits["max_speedup"] = plain.step_s / plain.compute_step_s
@@ -225,16 +279,23 @@ def vars_of(costs: StageCosts) -> dict[str, Any]:
     return {"phases": dict(costs.phases), "push_s": costs.push_s, "deliver_s": costs.deliver_s}
 
 
-def write_all(path: Path, results: Mapping[str, Any], trained: Sequence[Trained]) -> None:
-    """Everything that a run leaves in its folder."""
+def write_all(
+    path: Path, results: Mapping[str, Any], trained: Sequence[Trained], observer: Observer
+) -> None:
+    """Everything that a run leaves in its folder; the numbers first, pictures if they can be."""
+    aside = path / "results.json.part"
+    aside.write_text(to_json(results, indent=1), encoding="utf-8")
+    aside.replace(path / "results.json")
     rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
     records = {one.arm.name: one.records for one in trained if one.records}
-    (path / "results.json").write_text(to_json(results, indent=1), encoding="utf-8")
     if not records:
         return
-    write_trace(path / "trace.json", records)
-    write_report(path / "report.html", results, rows=rows, steps=records)
-    write_loss_figure(path / "loss_vs_time.png", results["arms"])
+    try:
+        write_trace(path / "trace.json", records)
+        write_report(path / "report.html", results, rows=rows, steps=records)
+        write_loss_figure(path / "loss_vs_time.png", results["arms"])
+    except (OSError, ImportError) as error:
+        observer.on_warning(f"the run's pictures could not be written: {error}")
 
 
 def environment() -> dict[str, Any]:
@@ -252,23 +313,35 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _plan_of(config: RunConfig) -> dict[str, Any]:
+def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
     pipeline, size = config.pipeline, config.model.size
-    rate = config.network.topology or show_bandwidth(config.network.bandwidth_bps)
+    shaped = config.network.topology is None
+    rate = show_bandwidth(config.network.bandwidth_bps) if shaped else config.network.topology
+    model = (
+        f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context})"
+    )
+    if workload is not None:
+        model = f"{workload.name} ({workload.num_blocks} blocks)"
     text = (
-        f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context}) "
-        f"in {pipeline.stages} stages over {rate} links; {pipeline.micro_batches} micro-batches of "
-        f"{pipeline.micro_batch_size}, {pipeline.schedule}"
+        f"{model} in {pipeline.stages} stages over {rate} links; {pipeline.micro_batches} "
+        f"micro-batches of {pipeline.micro_batch_size}, {pipeline.schedule}"
     )
     return {
         "text": text,
-        "name": config.name,
-        "bandwidth_bps": config.network.bandwidth_bps,
+        "bandwidth_bps": config.network.bandwidth_bps if shaped else None,
         "arms": [arm.name for arm in config.arms],
-        "stages": config.pipeline.stages,
-        "model": config.model.name,
     }
 
 
-def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def available_bytes() -> int:
+    """Memory that can still be had on this machine, within the limits of its container."""
+    found = []
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
+        found.append(int(limit) - int(used))
+    return min(found, default=1 << 62)

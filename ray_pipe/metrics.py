@@ -127,6 +127,13 @@ class ArmMeter:
             self._sink.write(row)
         return row
 
+    def skip(self, records: Sequence[StepRecord]) -> None:
+        """Leave a stretch that was no training (an evaluation) out of all times."""
+        before = max(self._stage_end.values(), default=0.0)
+        self._stage_end = {record.stage: record.end_s for record in records}
+        if self._origin_s is not None:
+            self._origin_s += max(self._stage_end.values()) - before
+
 
 class MetricsFile:
     """metrics.jsonl: a line for each step, on disk as soon as it is written."""

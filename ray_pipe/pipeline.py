@@ -10,6 +10,7 @@ aborts the survivors, hears them out, and says who failed and why.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -32,6 +33,9 @@ AHEAD = 2
 """Steps in flight: the running one and the next."""
 
 ABORT_TIMEOUT_S = 3.0
+PATIENCE_S = 600.0
+PATIENCE_DEADLINES = 20
+_generations = itertools.count(1)
 Records = list[StepRecord]
 
 
@@ -43,31 +47,35 @@ class Pipeline:
     def __init__(self, actors: StageActors, arm: Arm, *, epoch_s: float) -> None:
         self.arm = arm
         self.handles = actors.handles
+        self._running: deque[tuple[int, dict[Any, int]]] = deque()
         samples = ray.put(arm.workload.samples)
+        last = len(self.handles) - 1
+        specs = arm.specs(epoch_s=epoch_s, generation=next(_generations))
         calls = {
-            handle.setup.remote(spec, samples, self.transport): spec.index
-            for handle, spec in zip(self.handles, arm.specs(epoch_s=epoch_s), strict=True)
+            handle.setup.remote(
+                spec, samples if spec.index in (0, last) else None, self.transport
+            ): spec.index
+            for handle, spec in zip(self.handles, specs, strict=True)
         }
-        self.infos: list[dict[str, Any]] = self._gather(calls, step=0)
+        self.infos: list[dict[str, Any]] = self.gather(calls, doing="being set up")
         refuse_other_source(self.infos)
 
     def train(self, steps: range | None = None) -> Generator[Records, None, None]:
         """Run the arm's steps (or some more); yields the records of each step, in order.
 
-        Closing the generator lets the steps that are already in flight end first.
+        Whoever stops early calls `settle`, because a step may be in flight.
         """
-        running: deque[tuple[int, dict[Any, int]]] = deque()
-        try:
-            for step in range(self.arm.num_steps) if steps is None else steps:
-                running.append((step, self._start(self.arm.plan(step))))
-                if len(running) == AHEAD:
-                    yield self._collect(*running.popleft())
-            while running:
-                yield self._collect(*running.popleft())
-        except GeneratorExit:
-            while running:
-                self._collect(*running.popleft())
-            raise
+        for step in range(self.arm.num_steps) if steps is None else steps:
+            self._running.append((step, self._start(self.arm.plan(step))))
+            if len(self._running) == AHEAD:
+                yield self._collect(*self._running.popleft())
+        while self._running:
+            yield self._collect(*self._running.popleft())
+
+    def settle(self) -> None:
+        """Let the steps that are in flight end."""
+        while self._running:
+            self._collect(*self._running.popleft())
 
     def evaluate(self, plan: StepPlan) -> Records:
         """Forward passes only, uncompressed; nothing that training remembers is touched."""
@@ -75,35 +83,45 @@ class Pipeline:
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Weights and optimizer of each stage."""
-        states: list[dict[str, Any]] = ray.get([h.state_dict.remote() for h in self.handles])
-        return states
+        calls = {handle.state_dict.remote(): i for i, handle in enumerate(self.handles)}
+        return self.gather(calls, doing="telling its weights")
 
     def _start(self, plan: StepPlan) -> dict[Any, int]:
         return {handle.run_step.remote(plan): index for index, handle in enumerate(self.handles)}
 
     def _collect(self, step: int, calls: dict[Any, int]) -> Records:
-        records: Records = self._gather(calls, step=step)
-        return sorted(records, key=lambda record: record.stage)
+        return self.gather(calls, doing=f"in step {step}", step=step)
 
-    def _gather(self, calls: dict[Any, int], *, step: int) -> list[Any]:
-        """The results of one call to each stage, in stage order; raises the first failure."""
+    def gather(self, calls: dict[Any, int], *, doing: str, step: int = 0) -> list[Any]:
+        """The results of one call to each stage, in stage order; raises the first failure.
+
+        A stage that waits for another gives up by itself after its deadline; this one is longer,
+        for a stage that hangs in its own work.
+        """
+        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * self.arm.deadline_s)
         results: dict[int, Any] = {}
         waiting = dict(calls)
         while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1)
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+            if not ready:
+                raise TrainingError(
+                    f"stages {sorted(waiting.values())} did not answer for {timeout_s:.0f} s "
+                    f"{doing}; their logs are in Ray's session folder, and `deadline_s` can be "
+                    "raised if they are that slow"
+                )
             index = waiting.pop(ready[0])
             try:
                 results[index] = ray.get(ready[0])
             except RayError as error:
-                raise self._failure(step, {index: error}, waiting) from error
+                raise self._failure(step, {index: error}, waiting, doing) from error
         return [results[index] for index in sorted(results)]
 
     def _failure(
-        self, step: int, errors: dict[int, RayError], waiting: dict[Any, int]
+        self, step: int, errors: dict[int, RayError], waiting: dict[Any, int], doing: str
     ) -> TrainingError:
         first = next(iter(errors))
         for handle in self.handles:
-            handle.abort.remote(f"stage {first} failed in step {step}")
+            handle.abort.remote(f"stage {first} failed {doing}")
         if waiting:
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ABORT_TIMEOUT_S)
             for ref in ready:
@@ -111,7 +129,7 @@ class Pipeline:
                     ray.get(ref)
                 except RayError as error:
                     errors[waiting[ref]] = error
-        return name_failure(step, errors)
+        return name_failure(step, errors, doing)
 
 
 class RefsPipeline(Pipeline):
@@ -150,9 +168,13 @@ class RefsPipeline(Pipeline):
                 handle.squared_norms.remote(token[index]): index
                 for index, handle in enumerate(self.handles)
             }
-            squares = [square for own in self._gather(calls, step=plan.step) for square in own]
+            parts = self.gather(calls, doing=f"in step {plan.step}", step=plan.step)
+            squares = [square for own in parts for square in own]
             norm, factor = clip_factor(squares, clip=self.arm.config.optim.clip)
-        ends = {handle.finish_step.remote(factor, norm): i for i, handle in enumerate(self.handles)}
+        ends = {
+            handle.finish_step.remote(factor, norm, token[i]): i
+            for i, handle in enumerate(self.handles)
+        }
         return self._collect(plan.step, ends)
 
 
@@ -201,7 +223,7 @@ def refuse_other_source(infos: list[dict[str, Any]]) -> None:
             )
 
 
-def name_failure(step: int, errors: dict[int, RayError]) -> TrainingError:
+def name_failure(step: int, errors: dict[int, RayError], doing: str) -> TrainingError:
     """The root of several failures: a death before an error, an error before an abort."""
 
     def rank(item: tuple[int, RayError]) -> int:
@@ -213,7 +235,7 @@ def name_failure(step: int, errors: dict[int, RayError]) -> TrainingError:
     if isinstance(error, RayActorError):
         return StageDied(index, step, _death(error))
     cause = _cause(error)
-    return TrainingError(f"stage {index} failed in step {step}: {type(cause).__name__}: {cause}")
+    return TrainingError(f"stage {index} failed {doing}: {type(cause).__name__}: {cause}")
 
 
 def _cause(error: RayError) -> BaseException:

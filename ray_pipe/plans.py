@@ -63,7 +63,7 @@ class Arm:
             part=1,
         )
 
-    def specs(self, *, epoch_s: float = 0.0) -> list[StageSpec]:
+    def specs(self, *, epoch_s: float = 0.0, generation: int = 0) -> list[StageSpec]:
         """What each actor needs to become its stage of this arm."""
         config, codec = self.config, self.codec
         builders = self.workload.stage_builders(config.pipeline.stages)
@@ -82,6 +82,7 @@ class Arm:
                 precision=config.pipeline.precision,
                 seed=config.seed,
                 epoch_s=epoch_s,
+                generation=generation,
             )
             for index, build in enumerate(builders)
         ]

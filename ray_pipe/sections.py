@@ -36,7 +36,7 @@ class ModelConfig:
     """Tokens per sample; empty: as the name says."""
 
     dropout: float = option(0.0, low=0.0, below=1.0)
-    """Probability of dropout. AC-SGD wants 0: fresh masks are changes that it must send."""
+    """Probability of dropout, with a mask fixed per sample so that AC-SGD need not send masks."""
 
     def __post_init__(self) -> None:
         check_section(self, prefix="model.")
@@ -162,7 +162,12 @@ class CodecConfig:
                 "or 32 for full precision."
             )
         needs_two = self.grid == "symmetric" or "reference" in self.name
-        for label, bits in (("fw_bits", self.fw_bits), ("bw_bits", self.bw_bits)):
+        widths = (
+            ("fw_bits", self.fw_bits),
+            ("bw_bits", self.bw_bits),
+            ("first_visit_bits", self.first_visit_bits),
+        )
+        for label, bits in widths:
             if bits == 1 and needs_two:
                 grid = "reference" if "reference" in self.name else "symmetric"
                 raise ConfigError(
@@ -177,8 +182,9 @@ class CodecConfig:
 
     @property
     def forward_name(self) -> str:
-        """The activations' codec."""
-        return self.name
+        """The activations' codec. Error feedback is for gradients: a residual of other samples
+        has no place in a sample's activation."""
+        return self.name.replace("+ef", "")
 
     @property
     def backward_name(self) -> str:

@@ -21,7 +21,14 @@ from ray_pipe.driver import run
 from ray_pipe.errors import ConfigError
 from ray_pipe.planner.partition import partition
 from ray_pipe.progress import Observer, make_progress
-from ray_pipe.workload import BlocksFn, Workload, blocks_workload, gpt_workload
+from ray_pipe.workload import (
+    BlocksFn,
+    Workload,
+    blocks_workload,
+    fresh_masks,
+    gpt_workload,
+    held_out_samples,
+)
 from stages.loss import LossFn, cross_entropy, from_mean
 
 
@@ -98,11 +105,14 @@ class PipelineTrainer:
             return
         if dataset is None:
             raise ConfigError("blocks were given without a dataset; give dataset=...")
+        summed = _summed(loss)
+        samples = DatasetSamples(dataset, digest=dataset_digest, may_pad=hasattr(summed, "count"))
         self.workload = blocks_workload(
             blocks,
-            loss=_summed(loss),
-            samples=DatasetSamples(dataset, digest=dataset_digest),
+            loss=summed,
+            samples=samples,
             seed=self.config.seed,
+            held_out=held_out_samples(len(samples)) if self.config.eval else 0,
         )
 
     def fit(self) -> Result:
@@ -110,10 +120,18 @@ class PipelineTrainer:
         config = self.config
         num_blocks = self.workload.num_blocks if self.workload else None
         observer = self._observer()
-        for text in config.validate(num_blocks=num_blocks):
-            observer.on_warning(text)
         workload = self.workload or gpt_workload(config)
-        outcome = run(config, observer, workload)
+        warnings = config.validate(num_blocks=num_blocks)
+        masks = fresh_masks(workload.blocks)
+        if masks and config.codec.has_memory:
+            warnings.append(
+                f"blocks {', '.join(masks[:3])} draw a fresh dropout mask on each visit, which "
+                f"{config.codec.name} must send as a change; use p=0, or "
+                "stages.dropout.SampleDropout, whose mask belongs to the sample."
+            )
+        for text in warnings:
+            observer.on_warning(text)
+        outcome = run(config, observer, workload, want_states=True)
         arms = outcome.results["arms"]
         return Result(
             metrics=dict(arms[-1]),
@@ -141,7 +159,7 @@ def whole_model(
 
 
 def _summed(loss: Callable[..., Any]) -> LossFn:
-    return loss if loss is cross_entropy or getattr(loss, "is_summed", False) else from_mean(loss)
+    return cross_entropy if loss is cross_entropy else from_mean(loss)
 
 
 def _with_ray_train(config: RunConfig, scaling_config: Any, run_config: Any) -> RunConfig:

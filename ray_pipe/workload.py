@@ -11,6 +11,7 @@ from torch import nn
 
 from ray_pipe.config import RunConfig
 from ray_pipe.data import Samples, TextSamples, read_text
+from ray_pipe.errors import ConfigError
 from ray_pipe.models.gpt import GPTShape, gpt_block, gpt_flops
 from ray_pipe.planner.partition import partition
 from stages.loss import LossFn, cross_entropy
@@ -33,6 +34,10 @@ class Workload:
 
     loss: LossFn
     samples: Samples
+    name: str = "own model"
+    blocks: tuple[nn.Module, ...] = ()
+    """The user's own modules, if the model was given as such and not as a function."""
+
     num_held_out: int = 0
     """The last samples, kept out of training for `--eval`."""
 
@@ -45,10 +50,12 @@ class Workload:
         return len(self.costs)
 
     def stage_builders(self, num_stages: int) -> list[Callable[[], nn.Module]]:
-        """For each stage, a function that builds its part of the model."""
+        """For each stage, a function that builds its part of the model, and carries no other."""
         return [
-            partial(self.build, blocks.start, blocks.stop)
-            for blocks in partition(self.costs, num_stages)
+            partial(_build_from_list, self.blocks[cut.start : cut.stop])
+            if self.blocks
+            else partial(self.build, cut.start, cut.stop)
+            for cut in partition(self.costs, num_stages)
         ]
 
 
@@ -76,6 +83,7 @@ def gpt_workload(config: RunConfig) -> Workload:
         loss=cross_entropy,
         samples=samples,
         num_held_out=held_out,
+        name=config.model.name,
     )
 
 
@@ -93,20 +101,42 @@ def blocks_workload(
     held_out: int = 0,
 ) -> Workload:
     """A user's model: modules whose outputs feed each other, or a function that makes them."""
+    if isinstance(blocks, nn.Module):
+        if not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
+            raise ConfigError(
+                f"the model is one {type(blocks).__name__}, which cannot be cut; give a list of "
+                "modules that feed each other, an nn.Sequential, or a function that makes them"
+            )
+        blocks = list(blocks)
     made = list(blocks() if callable(blocks) else blocks)
     if not made:
-        raise ValueError("the model has no blocks; give at least one nn.Module")
+        raise ConfigError("the model has no blocks; give at least one nn.Module")
     for index, block in enumerate(made):
         if not isinstance(block, nn.Module):
-            raise ValueError(
+            raise ConfigError(
                 f"block {index} is a {type(block).__name__}, expected a torch.nn.Module"
             )
     costs = tuple(float(sum(p.numel() for p in block.parameters()) or 1) for block in made)
     if callable(blocks):
         build = partial(_build_from_fn, blocks, seed)
+        own: tuple[nn.Module, ...] = ()
     else:
-        build = partial(_build_from_list, made)
-    return Workload(costs=costs, build=build, loss=loss, samples=samples, num_held_out=held_out)
+        build = partial(_build_part, made)
+        own = tuple(made)
+    return Workload(
+        costs=costs, build=build, loss=loss, samples=samples, blocks=own, num_held_out=held_out
+    )
+
+
+def fresh_masks(blocks: Sequence[nn.Module]) -> list[str]:
+    """Dropout layers that draw a new mask on each visit: changes that AC-SGD must send."""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    return [
+        f"{index}.{name}".rstrip(".")
+        for index, block in enumerate(blocks)
+        for name, module in block.named_modules()
+        if isinstance(module, kinds) and module.p > 0
+    ]
 
 
 def _build_gpt(shape: GPTShape, seed: int, start: int, stop: int) -> nn.Module:
@@ -119,5 +149,9 @@ def _build_from_fn(blocks: BlocksFn, seed: int, start: int, stop: int) -> nn.Mod
         return nn.Sequential(*list(blocks())[start:stop])
 
 
-def _build_from_list(blocks: list[nn.Module], start: int, stop: int) -> nn.Module:
+def _build_part(blocks: list[nn.Module], start: int, stop: int) -> nn.Module:
     return nn.Sequential(*blocks[start:stop])
+
+
+def _build_from_list(blocks: tuple[nn.Module, ...]) -> nn.Module:
+    return nn.Sequential(*blocks)

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayError
 
 from compressors import kernels
 from netsim.loop_thread import LoopThread
@@ -54,23 +53,23 @@ class Courier:
     def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
         self._source = source
         self._on_error = on_error
-        self._frames: SimpleQueue[tuple[Any, int, bytes]] = SimpleQueue()
+        self._frames: SimpleQueue[tuple[Any, int, int, bytes]] = SimpleQueue()
         Thread(target=self._main, name="courier", daemon=True).start()
 
-    def push(self, peer: Any, target: int, frame: bytes) -> None:
+    def push(self, peer: Any, target: int, generation: int, frame: bytes) -> None:
         """Hand a frame to an actor; returns at once."""
-        self._frames.put((peer, target, frame))
+        self._frames.put((peer, target, generation, frame))
 
     def _main(self) -> None:
         while True:
-            peer, target, frame = self._frames.get()
+            peer, target, generation, frame = self._frames.get()
             payload: Any = frame
             if len(frame) > VIEW_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
             try:
-                peer.deliver.remote(self._source, payload)
-            except RayError as error:
-                self._on_error(f"pushing to stage {target} failed: {type(error).__name__}")
+                peer.deliver.remote(self._source, generation, payload)
+            except Exception as error:  # whatever it is, the thread must live and the stage hear
+                self._on_error(f"pushing to stage {target} failed: {error!r}")
             del peer, frame, payload  # an idle courier must not keep a frame alive
 
 
@@ -87,7 +86,9 @@ class StageActor:
     def __init__(self, index: int) -> None:
         torch.set_num_threads(1)  # more threads than cores run many times slower
         self.index = index
-        self._loop = LoopThread(name=f"stage-{index}")
+        self._loop = LoopThread(
+            name=f"stage-{index}", on_error=lambda error: self.abort(repr(error))
+        )
         self._peers: dict[int, Any] = {}
         self._stage: Stage | None = None
         self._device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
@@ -139,7 +140,8 @@ class StageActor:
         def deliver_to(target: int) -> Callable[[Any], None]:
             if transport == "refs":
                 return lambda frame: self.hand.arrived(frame)
-            return lambda frame: self._courier.push(self._peers[target], target, frame)
+            peer, generation = self._peers[target], self._spec.generation
+            return lambda frame: self._courier.push(peer, target, generation, frame)
 
         return assemble(
             self._spec,
@@ -204,7 +206,7 @@ class StageActor:
         """This stage's part of the global norm."""
         return self.hand.squared_norms()
 
-    def finish_step(self, factor: float, norm: float) -> StepRecord:
+    def finish_step(self, factor: float, norm: float, after: Any) -> StepRecord:
         """Update, commit, record."""
         return self.hand.finish(factor, norm)
 
@@ -212,9 +214,9 @@ class StageActor:
         """Run one step to its commit."""
         return self._loop.submit(self.stage.run(plan)).result()
 
-    def deliver(self, source: int, frame: Any) -> None:
-        """A frame of another stage: enqueue only."""
-        if self._stage is not None:
+    def deliver(self, source: int, generation: int, frame: Any) -> None:
+        """A frame of another stage: enqueue only. What is left of an earlier arm is dropped."""
+        if self._stage is not None and generation == self._spec.generation:
             self._loop.call_soon(self._stage.on_frame, source, frame)
 
     def abort(self, why: str) -> None:
@@ -266,7 +268,8 @@ def remote_stage(index: int, *, name: str, num_gpus: float) -> Any:
         setattr(cls, method, mark(_own(getattr(StageActor, method))))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
-    return remote.options(name=name, num_gpus=num_gpus).remote(index)
+    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy="SPREAD")
+    return placed.remote(index)
 
 
 def _own(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -112,9 +112,12 @@ class ThreadLane:
             if job.done.cancelled():  # nobody waits for it any more
                 continue
             start, cpu = time.monotonic(), time.thread_time()
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             try:
                 result = job.work(*job.args)
+            except StopIteration as raised:  # a future cannot carry it
+                error = RuntimeError(f"{job.name} raised StopIteration: {raised}")
             except BaseException as raised:
                 error = raised
             self._recorder.add_cpu(job.phase, time.thread_time() - cpu)

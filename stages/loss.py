@@ -12,6 +12,7 @@ backward pass, from targets alone: an item is a sample, unless the function has 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,12 +42,20 @@ cross_entropy.count = count_valid  # type: ignore[attr-defined]
 
 
 def from_mean(loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
-    """Adapt a usual loss, which averages over samples, to the sum that a pipeline needs."""
+    """Adapt a usual loss, which averages over samples, to the sum that a pipeline needs.
+
+    A loss that returns the pair (sum, count) already is passed on as it is.
+    """
 
     def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        result: Any = loss(output, target)
+        if isinstance(result, tuple):
+            return result  # checked by `checked_sum`
         count = int(output.shape[0])
-        return loss(output, target) * count, count
+        return result * count, count
 
+    if hasattr(loss, "count"):
+        summed.count = loss.count  # type: ignore[attr-defined]
     return summed
 
 
@@ -61,8 +70,8 @@ def checked_sum(loss: LossFn, output: Tensor, target: Tensor) -> Tensor:
     result = loss(output, target)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
         raise ValueError(
-            f"the loss returned {type(result).__name__}, expected (sum as a tensor, count); "
-            "wrap a loss that averages over samples with `ray_pipe.mean_loss(...)`"
+            f"the loss returned {type(result).__name__}, expected one tensor, the mean over the "
+            "samples, or the pair (sum as a tensor, count)"
         )
     total, counted = result
     if total.dim() != 0 or not torch.is_floating_point(total):

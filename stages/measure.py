@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compressors.base import SampleKeys
 from compressors.frame import FrameHeader, pack, unpack
-from compressors.registry import CodecSpec, make_codec
+from compressors.registry import CodecSpec, sizing_codec
 from stages.compute import Compute
 from stages.loss import count_targets
 from stages.spec import StageSpec
@@ -48,8 +48,7 @@ def measure_stage(
         precision=spec.precision,
         device=device,
     )
-    batch = samples.batch(ids)
-    inputs = batch.inputs if source is None else source
+    inputs = samples.batch(ids).inputs if source is None else source
     last = spec.index == spec.num_stages - 1
     times: dict[str, list[float]] = {}
     output: Tensor | None = None
@@ -96,8 +95,8 @@ def _measure_codec(
     ids: tuple[int, ...],
     repeats: int,
 ) -> None:
-    sender = make_codec(spec, namespace=("measure",))
-    receiver = make_codec(spec, namespace=("measure",))
+    sender = sizing_codec(spec)
+    receiver = sizing_codec(spec)
     header = FrameHeader(kind="activation", source=0, target=1, step=0)
     keys = SampleKeys(ids=ids)
     for repeat in range(1 + WARM_UP + repeats):

@@ -48,7 +48,7 @@ class Arrival:
     trouble: str = ""
 
 
-ASK_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
+ASK_AT = (1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares of the deadline after which a tensor is asked for. Early, because stages wait for each
 other: several losses in a row must heal within one deadline."""
 

@@ -18,7 +18,7 @@ import torch
 
 from compressors.base import Packet, SampleKeys, Stateless
 from compressors.frame import FrameHeader, frame_nbytes
-from compressors.registry import CodecSpec, make_codec
+from compressors.registry import CodecSpec, sizing_codec
 from netsim.link import LinkLike
 from netsim.simulate import Cores
 from netsim.simulate import Lane as SharedLane
@@ -168,7 +168,7 @@ class SizeOnlyCodec(Stateless):
     _nothing = memoryview(b"")  # shared by all packets: a simulated gigabyte costs no memory
 
     def __init__(self, spec: CodecSpec, namespace: tuple[str | int, ...]) -> None:
-        self._real = make_codec(spec, namespace=namespace)
+        self._real = sizing_codec(spec, namespace=namespace)
         self._made: dict[tuple[tuple[int, ...], SampleKeys], Packet] = {}
 
     def encode(self, tensor: Any, *, keys: SampleKeys) -> Packet:

@@ -29,6 +29,9 @@ class StageSpec:
     """Digest of the data: rows of one set never serve another."""
 
     replica: int = 0
+    generation: int = 0
+    """Which use of the actor this is: frames of an earlier one are dropped."""
+
     recompute: bool = False
     precision: str = "fp32"
     seed: int = 0

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-import ray
-
-from compressors.registry import make_codec
+from compressors.registry import sizing_codec
 from netsim.clock import run_virtual
 from netsim.topology import Topology
 from ray_pipe.pipeline import Pipeline
@@ -26,6 +24,7 @@ NUM_STEPS = 4
 """Steps to simulate; the last one stands for the steady state."""
 
 REPEATS = 6
+MEASURING = "measuring its costs"
 NUM_MESSAGES = 8
 
 
@@ -41,6 +40,11 @@ class Prediction:
     """The same step with compute that costs nothing: what the links alone allow."""
 
     costs: tuple[StageCosts, ...]
+    sample_shape: tuple[int, ...]
+    num_cores: float
+    is_shaped: bool
+    """False on links that are not emulated: of those the prediction knows nothing."""
+
     link_to_compute: float
     """A micro-batch's time on the wire, forth and back, over its time in a stage that shares its
     cores with the others. GPT2-XL in the paper, at 100 Mbps: 4.9."""
@@ -51,14 +55,16 @@ def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], tuple[int, ...]
     ids = pipeline.arm.order.at(0)[0]
     handles = pipeline.handles
     inputs: list[Any] = [None]
-    for handle in handles[:-1]:
-        inputs.append(ray.get(handle.measure.remote(ids, inputs[-1], 1))[1])
+    for index, handle in enumerate(handles[:-1]):
+        call = {handle.measure.remote(ids, inputs[-1], 1): index}
+        ((_, output),) = pipeline.gather(call, doing=MEASURING)
+        inputs.append(output)
     # All at once: stages that share cores and caches in training share them here too.
-    calls = [
-        handle.measure.remote(ids, source, REPEATS)
-        for handle, source in zip(handles, inputs, strict=True)
-    ]
-    phases = [costs for costs, _ in ray.get(calls)]
+    calls = {
+        handle.measure.remote(ids, source, REPEATS): index
+        for index, (handle, source) in enumerate(zip(handles, inputs, strict=True))
+    }
+    phases = [costs for costs, _ in pipeline.gather(calls, doing=MEASURING)]
     if len(handles) == 1:
         return [StageCosts(phases=phases[0])], ()
     sample_shape = tuple(inputs[1].shape[1:])
@@ -87,25 +93,31 @@ def measure_message(pipeline: Pipeline, shape: tuple[int, ...]) -> tuple[float, 
         step=-1,
         part=1,
     )
-    before = ray.get([handle.cpu_beside_lanes.remote() for handle in handles])
+    before = _cpu_beside_lanes(pipeline)
     pipeline.evaluate(plan)
-    after = ray.get([handle.cpu_beside_lanes.remote() for handle in handles])
+    after = _cpu_beside_lanes(pipeline)
     num_messages = num_hops * (NUM_MESSAGES + 1)  # each stage also hears that it was seen
     message_s = (sum(after) - sum(before)) / num_messages
     small, large = 4 * math.prod(shape[1:]), frame_nbytes(arm, shape)
     push_s, deliver_s = message_s / 2, message_s / 2
     for nbytes, sign in ((large, 1), (small, -1)):
-        ways = [
-            ray.get(handles[index].probe.remote(index + 1, nbytes, 10)) for index in range(num_hops)
-        ]
+        ways = []
+        for index in range(num_hops):
+            call = {handles[index].probe.remote(index + 1, nbytes, 10): index}
+            ways += pipeline.gather(call, doing=MEASURING)
         push_s += sign * median(own for own, _ in ways)
         deliver_s += sign * median(other for _, other in ways)
     return max(0.0, push_s), max(0.0, deliver_s)
 
 
+def _cpu_beside_lanes(pipeline: Pipeline) -> list[float]:
+    calls = {handle.cpu_beside_lanes.remote(): i for i, handle in enumerate(pipeline.handles)}
+    return pipeline.gather(calls, doing=MEASURING)
+
+
 def frame_nbytes(arm: Arm, shape: tuple[int, ...]) -> int:
     """A typical activation frame: the payload and a small header."""
-    codec = make_codec(arm.specs()[0].activation_codec, namespace=("estimate",))
+    codec = sizing_codec(arm.specs()[0].activation_codec)
     return codec.estimate_nbytes(shape) + 200
 
 
@@ -133,6 +145,9 @@ def predict(
         compute_step_s=step_s(free_links, only_compute),
         link_step_s=step_s(arm.topology, no_costs),
         costs=tuple(costs),
+        sample_shape=sample_shape,
+        num_cores=num_cores,
+        is_shaped=not arm.topology.is_unlimited,
         link_to_compute=wire_s(arm, sample_shape) / stage_s if stage_s else 0.0,
     )
 
@@ -142,7 +157,7 @@ def wire_s(arm: Arm, sample_shape: tuple[int, ...]) -> float:
     spec = arm.specs()[0]
     shape = (len(arm.order.at(0)[0]), *sample_shape)
     forth, back = (
-        8 * make_codec(codec, namespace=("estimate",)).estimate_nbytes(shape)
+        8 * sizing_codec(codec).estimate_nbytes(shape)
         for codec in (spec.activation_codec, spec.gradient_codec)
     )
     return max(

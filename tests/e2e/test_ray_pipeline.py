@@ -164,7 +164,7 @@ def test_evaluation_changes_nothing(actors: StageActors) -> None:
     pipeline = Pipeline(first(actors, 2), arm, epoch_s=0.0)
     training = pipeline.train()
     losses = [next(training)[-1].loss for _ in range(2)]
-    training.close()
+    pipeline.settle()
     plan = replace(arm.plan(2), train=False, schedule="forward", part=1)
     evaluated = pipeline.evaluate(plan)[-1].loss
     losses += [None]  # step 2 was in flight; its record was not asked for

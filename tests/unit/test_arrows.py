@@ -26,7 +26,6 @@ SPEAK_RAY = {
     "ray_pipe.cluster",
     "ray_pipe.driver",
     "ray_pipe.pipeline",
-    "ray_pipe.planner.cost",
 }
 """`driver` and `planner.cost` only ask Ray for results and versions."""
 

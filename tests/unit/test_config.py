@@ -132,7 +132,7 @@ def test_arms_share_everything_but_the_name() -> None:
         ("acsgd-topk", "acsgd-topk", "topk"),
         ("acsgd-reference", "acsgd-reference", "reference"),
         ("fp32", "fp32", "fp32"),
-        ("topk+ef", "topk+ef", "topk+ef"),
+        ("topk+ef", "topk", "topk+ef"),
         ("identity", "fp32", "fp32"),
     ],
 )
@@ -440,13 +440,19 @@ def test_steps_that_do_not_come_round_again_are_warned_of() -> None:
     assert check_repeat_visits(RunConfig(epochs=8), 640) == []
 
 
-def test_dropout_with_acsgd_is_warned_of() -> None:
-    config = RunConfig(model=ModelConfig(dropout=0.1))
+def test_dropout_of_our_own_models_needs_no_warning_because_its_mask_is_the_samples() -> None:
+    assert RunConfig(model=ModelConfig(dropout=0.1)).validate() == []
 
-    (warning,) = config.validate()
-    assert "model.dropout is 0.1" in warning
-    assert "model.dropout=0" in warning
-    assert config.with_overrides(["codec=directq"]).validate() == []
+
+def test_error_feedback_is_for_gradients_only() -> None:
+    codec = CodecConfig(name="directq+ef+zstd")
+
+    assert (codec.forward_name, codec.backward_name) == ("directq+zstd", "directq+ef+zstd")
+
+
+def test_a_first_visit_on_a_grid_without_levels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="first_visit_bits is 1"):
+        CodecConfig(grid="symmetric", first_visit_bits=1)
 
 
 def test_grids_known_to_hurt_are_warned_of() -> None:

@@ -127,7 +127,7 @@ def test_the_last_frame_of_a_step_is_asked_for_before_the_deadline() -> None:
 
     assert "edge 1->0: gradient of micro-batch 2, step 1, was sent again" in run.events
     assert run.losses == unbroken(PLAIN, 2).losses
-    assert 2.5 < run.end_s < 6
+    assert 5 < run.end_s < 11  # asked for at a quarter of the deadline
 
 
 def test_a_frame_that_waits_for_a_slow_uplink_is_not_sent_twice() -> None:

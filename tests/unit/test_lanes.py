@@ -92,6 +92,23 @@ def test_an_error_comes_back_and_is_measured_too() -> None:
     assert len(recorder.cpu["backward"]) == 2
 
 
+def test_even_stop_iteration_comes_back_because_a_lost_error_would_hang_the_stage() -> None:
+    def stop() -> None:
+        raise StopIteration
+
+    async def main() -> None:
+        lane = ThreadLane("compute", Recorder())
+        with pytest.raises(RuntimeError, match="F0 raised StopIteration"):
+            await lane.run("forward", "F0", 0, stop)
+        lane.close()
+
+    loop = LoopThread()
+    try:
+        loop.submit(main()).result(10)
+    finally:
+        loop.stop()
+
+
 def test_a_recorder_shifts_its_clock_and_forgets_what_was_drained() -> None:
     recorder = Recorder(offset_s=100.0)
     recorder.add("forward", "F0", 0, 1.0, 3.0)

@@ -55,6 +55,16 @@ def summary_of(
     return summarize(meter, final_window=window)
 
 
+def test_an_evaluation_between_two_steps_is_left_out_of_all_times() -> None:
+    meter = ArmMeter("arm")
+    meter.add([record(step=0, start_s=10.0, end_s=11.0, loss=2.0)])
+    meter.skip([record(step=0, start_s=11.0, end_s=15.0)])
+
+    row = meter.add([record(step=1, start_s=15.0, end_s=17.0, loss=1.0)])
+
+    assert (row.step_s, row.wall_s) == (2.0, 3.0)
+
+
 # --- rows ---------------------------------------------------------------------------------------
 
 

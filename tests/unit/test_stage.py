@@ -372,8 +372,10 @@ def test_mutant_a_recompute_that_encodes_again_is_caught(monkeypatch: pytest.Mon
     assert any(sender != receiver for sender, receiver in run.rows())
 
 
-def test_evaluation_is_uncompressed_and_exact() -> None:
-    bench = Bench(num_stages=4, activation=acsgd(bits=2, first_visit_bits=2))
+@pytest.mark.parametrize("name", ["acsgd", "acsgd+zstd", "directq", "bf16", "topk", "reference"])
+def test_evaluation_is_uncompressed_and_exact(name: str) -> None:
+    codec = CodecSpec(name=name, bits=2, first_visit_bits=2)
+    bench = Bench(num_stages=4, activation=codec)
     evaluation = bench.plan(0, train=False, schedule="forward", part=1)
 
     loss = bench.run(plans=[evaluation]).losses[0]
