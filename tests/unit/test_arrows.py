@@ -27,7 +27,7 @@ SPEAK_RAY = {
     "ray_pipe.driver",
     "ray_pipe.pipeline",
 }
-"""`driver` and `planner.cost` only ask Ray for results and versions."""
+"""`driver` only asks Ray for its version."""
 
 NATIVE_FACADES = {"compressors.kernels", "compressors.native"}
 
