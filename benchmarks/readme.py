@@ -36,7 +36,7 @@ def speed_table() -> str:
             rows.append(
                 [
                     rate(entry["bandwidth_bps"])
-                    + (" (paper's ratio)" if entry["is_paper_ratio"] else ""),
+                    + (" (aimed at 4.9)" if entry["is_paper_ratio"] else ""),
                     f"{plain['link_to_compute']:.1f}",
                     {"acsgd": "**AC-SGD**", "directq": "DirectQ"}.get(arm["name"], arm["name"]),
                     f"{plain['step_s']:.2f} s",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench import arguments, markdown, stage_actors, train_arm, write
+from bench import arguments, load, markdown, stage_actors, train_arm, write
 
 PAPER_RATIO = 4.9
 MICRO_BATCHES = 8
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--rates", default="paper,10e6,100e6,1e9")
     parser.add_argument("--arms", default="fp32,directq,acsgd,acsgd+zstd")
+    parser.add_argument("--keep", action="store_true", help="keep other rates of an earlier run")
     args = parser.parse_args()
 
     from netsim.units import show_bandwidth
@@ -73,6 +74,11 @@ def main() -> None:
                 arm["compute_efficiency"] = arm["compute_step_s"] / arm["step_s"]
                 arm["codec_share"] = codec_share(arm)
             found.append({"bandwidth_bps": bps, "is_paper_ratio": rate == "paper", "arms": arms})
+    if args.keep and args.out.exists():
+        done = {entry["is_paper_ratio"] or entry["bandwidth_bps"] for entry in found}
+        older = load(args.out)["rates"]
+        found += [e for e in older if (e["is_paper_ratio"] or e["bandwidth_bps"]) not in done]
+        found.sort(key=lambda entry: (not entry["is_paper_ratio"], entry["bandwidth_bps"]))
     rows = []
     for entry in found:
         plain = entry["arms"][0]

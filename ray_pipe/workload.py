@@ -16,7 +16,7 @@ from ray_pipe.models.gpt import GPTShape, gpt_block, gpt_flops
 from ray_pipe.planner.partition import partition
 from stages.loss import LossFn, cross_entropy
 
-PYDOC_SAMPLES = 192
+PYDOC_SAMPLES = 160
 """Of the text that comes with Python: what a first look at ray_pipe has time for."""
 
 BlocksFn = Callable[[], Sequence[nn.Module]]

@@ -85,10 +85,10 @@ def test_padding_is_refused_where_the_loss_would_count_it() -> None:
 
 
 def test_the_text_that_comes_with_python_is_cut_short_by_default() -> None:
-    assert len(gpt_workload(RunConfig()).samples) == 192
+    assert len(gpt_workload(RunConfig()).samples) == 160
 
 
 def test_eval_keeps_a_tenth_out_of_training() -> None:
     work = gpt_workload(RunConfig(eval=True))
 
-    assert (work.num_train, work.num_held_out) == (173, 19)
+    assert (work.num_train, work.num_held_out) == (144, 16)
