@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -115,6 +115,7 @@ class Compressor(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
+@runtime_checkable
 class ResendsCold(Protocol):
     """What a codec whose packets name rows offers besides: the answer to `NeedCold`."""
 

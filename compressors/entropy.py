@@ -10,20 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import zstandard
 from torch import Tensor
 
-from compressors.base import Buffer, CodecError, Compressor, Packet, SampleKeys, State
+from compressors.base import Buffer, CodecError, Compressor, Packet, ResendsCold, SampleKeys, State
 
 MAX_RAW_NBYTES = 1 << 30
 _STORED = -1
-
-
-@runtime_checkable
-class _ResendsCold(Protocol):
-    def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet: ...
 
 
 class Entropy:
@@ -43,7 +37,7 @@ class Entropy:
 
     def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         """The inner codec's cold resend, compressed; only AC-SGD has one."""
-        if not isinstance(self.inner, _ResendsCold):
+        if not isinstance(self.inner, ResendsCold):
             raise CodecError(f"{self.name} remembers no samples: send the packet again as it was")
         return self._squeeze(self.inner.resend_cold(tensor, keys=keys), keys)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from ray_pipe.errors import ConfigError, RayPipeError
 from ray_pipe.flags import build_config, parse_flags
+from ray_pipe.metrics import to_json
 from ray_pipe.settings_file import show_settings
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _train(
         result = driver(config, progress)
         progress.on_end(result.results, result.path)
     if as_json:
-        out.write(json.dumps(_finite(result.results)) + "\n")
+        out.write(to_json(result.results) + "\n")
         out.flush()
     return DONE
 
@@ -153,17 +154,6 @@ def _show_error(error: BaseException, err: TextIO, *, debug: bool) -> None:
             text += " (--debug shows where)"
     err.write(f"error: {' '.join(text.split())}\n")
     err.flush()
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
-        return None
-    return value
 
 
 if __name__ == "__main__":

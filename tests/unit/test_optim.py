@@ -152,3 +152,11 @@ def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
     full = lr_at(0, lr=0.3, warmup_steps=0, num_steps=5, decay="cosine", min_ratio=0.0)
 
     assert full == 0.3
+
+
+def test_the_norm_does_not_depend_on_the_order_in_which_squares_are_added() -> None:
+    squares = [1e16] + [1.0] * 1000
+
+    norms = {clip_factor(order, clip=1.0)[0] for order in (squares, squares[::-1])}
+
+    assert norms == {math.sqrt(1e16 + 1000)}
