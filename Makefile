@@ -35,12 +35,12 @@ quick: $(READY)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 fmt: $(READY)
 	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --no-cache --fix .
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run_all.py

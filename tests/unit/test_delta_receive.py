@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressors.quantize import Uniform
 from torch import Tensor
 
 from compressors.base import CodecError, DuplicatePacket, NeedCold, Packet, RowMarks, SampleKeys
 from compressors.delta import Delta
+from compressors.quantize import Uniform
 
 torch.set_num_threads(1)
 

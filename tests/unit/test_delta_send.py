@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressors.quantize import Uniform
 from torch import Tensor
 
 from compressors.base import Packet, SampleKeys
 from compressors.delta import Delta
+from compressors.quantize import Uniform
 from compressors.spill import Spill, SpillShelf
 from compressors.spill_file import ChunkFile, Slot
 from compressors.topk import TopK
