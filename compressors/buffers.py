@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,17 @@ class Mark:
     shape: tuple[int, ...]
     kept: bool = True
     """False when the value was not finite: the counters stay, the next visit is cold."""
+
+
+class Change(NamedTuple):
+    """What one commit did to one row; applied in order they make the rows what they are."""
+
+    sample: int
+    mark: Mark | None
+    """None when the row was dropped or evicted."""
+
+    value: Tensor | None
+    """None when the mark says that it was not kept."""
 
 
 class Shelf(Protocol):
@@ -113,6 +124,8 @@ class RowStore:
         self._generation = incarnation << 32
         self._pending_evictions: dict[int, None] = {}
         self._announced: set[int] = set()  # pending ones that a packet of this step has told
+        self.journal: list[Change] | None = None
+        """If it is a list, every commit adds what it changed; whoever set it takes them out."""
 
     # Looking, overlay first.
 
@@ -177,6 +190,8 @@ class RowStore:
             self._forget(sample)
             if staged is not None:
                 self._keep(sample, *staged)
+            if self.journal is not None:
+                self.journal.append(Change(sample, *(staged or (None, None))))
         self._overlay.clear()
         return self._evict() if evict else 0
 
@@ -220,6 +235,8 @@ class RowStore:
             sample = next(iter(self._marks))
             self._forget(sample)
             self._pending_evictions[sample] = None
+            if self.journal is not None:
+                self.journal.append(Change(sample, None, None))
             num_evicted += 1
         return num_evicted
 
@@ -239,22 +256,20 @@ class RowStore:
                 total.update(as_bytes(self.value(sample)))
         return total.hexdigest()
 
-    def state_dict(self) -> State:
-        """Committed rows and counters as flat tensors and plain values, least recent first."""
-        marks = list(self._marks.values())
-        values = [_flat(self.shelf.get(s)) for s, mark in self._marks.items() if mark.kept]
-        return {
+    def state_dict(self, *, rows: bool = True) -> State:
+        """Committed rows and counters as flat tensors and plain values, least recent first.
+
+        Without `rows` only what is not a row: `rows_state` makes the rest.
+        """
+        state: State = {
             "format": self.row_format.name,
             "generation": self._generation,
             "pending_evictions": list(self._pending_evictions),
-            "ids": _int64(self._marks),
-            "generations": _int64(mark.generation for mark in marks),
-            "visits": _int64(mark.visit for mark in marks),
-            "kept": _int64(int(mark.kept) for mark in marks),
-            "num_dims": _int64(len(mark.shape) for mark in marks),
-            "dims": _int64(size for mark in marks for size in mark.shape),
-            "values": torch.cat(values) if values else torch.empty(0, dtype=torch.uint8),
         }
+        if rows:
+            values = [_flat(self.shelf.get(s)) for s, mark in self._marks.items() if mark.kept]
+            state |= rows_state(self._marks, values)
+        return state
 
     def load_state_dict(self, state: State) -> None:
         """Replace everything by a saved state; the next step is as if it had never stopped."""
@@ -266,6 +281,8 @@ class RowStore:
         for sample in list(self._marks):
             self._forget(sample)
         self.abort()
+        if self.journal is not None:
+            self.journal.clear()
         self._generation = int(state["generation"])
         self._pending_evictions = dict.fromkeys(int(s) for s in state["pending_evictions"])
         dims = iter(state["dims"].tolist())
@@ -284,6 +301,20 @@ class RowStore:
             if value is not None:
                 self.shelf.put(sample, value)
                 self._row_bytes += value.nbytes
+
+
+def rows_state(marks: Mapping[int, Mark], values: Sequence[Tensor]) -> State:
+    """Rows as `RowStore.load_state_dict` reads them; `values` are the bytes of those kept."""
+    each = list(marks.values())
+    return {
+        "ids": _int64(marks),
+        "generations": _int64(mark.generation for mark in each),
+        "visits": _int64(mark.visit for mark in each),
+        "kept": _int64(int(mark.kept) for mark in each),
+        "num_dims": _int64(len(mark.shape) for mark in each),
+        "dims": _int64(size for mark in each for size in mark.shape),
+        "values": torch.cat(list(values)) if values else torch.empty(0, dtype=torch.uint8),
+    }
 
 
 def as_bytes(value: Tensor) -> memoryview:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -92,6 +93,7 @@ class Delta:
         self._lock = threading.RLock()
         self._last_step = StepStats()
         self._num_evicted = 0
+        self._rows_left_out = False
 
     # The sender
 
@@ -209,10 +211,26 @@ class Delta:
         with self._lock:
             return self._store.pending_evictions
 
+    @property
+    def store(self) -> RowStore:
+        """The rows; whoever touches them holds no other end's work up: use it between steps."""
+        return self._store
+
+    @contextmanager
+    def rows_left_out(self) -> Iterator[None]:
+        """Inside, `state_dict` tells everything but the rows."""
+        with self._lock:
+            self._rows_left_out = True
+            try:
+                yield
+            finally:
+                self._rows_left_out = False
+
     def state_dict(self) -> State:
         """What the last commit left: flat tensors and plain values."""
         with self._lock:
-            state: State = {"namespace": list(self.namespace), **self._store.state_dict()}
+            store = self._store.state_dict(rows=not self._rows_left_out)
+            state: State = {"namespace": list(self.namespace), **store}
             state.update({f"inner.{key}": v for key, v in self.inner.state_dict().items()})
             return state
 
