@@ -8,12 +8,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt $(wildcard native/*)
 
-.PHONY: demo test quick check fmt bench clean
+.PHONY: demo test test-cluster quick check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
 	@echo "make test    the whole test suite"
+	@echo "make test-cluster   several hosts with real slow links on this machine (root, 10 minutes)"
 	@echo "make quick   unit and contract tests only (under a minute)"
 	@echo "make check   format, lint and types"
 	@echo "make fmt     format the code"
@@ -31,7 +32,10 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not ray"
+	$(BIN)/python -m pytest -m "not slow and not ray and not cluster"
+
+test-cluster: $(READY)
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 check: $(READY)
 	$(BIN)/ruff format --check .

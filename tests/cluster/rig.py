@@ -1,0 +1,433 @@
+"""Several hosts on one machine, joined by real, slow links: the kernel's, not ours.
+
+Each host is a set of namespaces (net, mount, pid, uts, ipc) with its own address, processes, /tmp,
+/dev/shm and login user; a veth pair joins it to a bridge, and `tc tbf` limits both directions.
+Nothing of this touches the machine's own network, files or processes, and no name is left on it:
+the namespaces belong to one process per host, and end with it. That process ends with the rig's
+owner, however the owner ends. Needs root.
+
+    with Rig(4, rate_bps=100e6) as rig:
+        rig.start_ray()
+        rig.hosts[0].run([rig.python, "-m", "ray_pipe.run", "--address", "auto"])
+
+By hand: `python -m tests.cluster.rig up --hosts 4 --rate 100Mbps`, then `sh 0 COMMAND`, `down`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.packages import ssh_layer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CACHE = REPOSITORY / "build" / "rig"
+RIGS = Path(tempfile.gettempdir()) / "ray_pipe_rig"
+NEEDED = ("ip", "tc", "unshare", "nsenter", "mount", "setpriv")
+NETWORK = "10.99.0"
+FIRST_ADDRESS = 10
+BURST = "5kb"  # frames below the burst pass unshaped, so it must be small
+START_TIMEOUT_S = 30.0
+USER, UID = "ray", 1234
+GCS_PORT = 6379
+RAY_SYSTEM_CONFIG = {"max_direct_call_object_size": 4 << 20}  # decision 5
+GOODPUT = 1448 / 1514
+"""What TCP carries of a rate: payload over frame."""
+
+
+class RigError(RuntimeError):
+    """The rig could not do what was asked, with the command's own words."""
+
+
+def why_not() -> str | None:
+    """What this machine lacks for a rig; None where it has everything."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "a rig needs root, for namespaces and tc"
+    missing = [tool for tool in NEEDED if shutil.which(tool) is None]
+    if missing:
+        return f"a rig needs {', '.join(missing)} (packages iproute2, util-linux)"
+    # A container may be root and still not be allowed; only trying tells.
+    trial = (
+        "mount --make-rprivate / && mount -t tmpfs tmpfs /mnt && ip link set lo up && "
+        "tc qdisc add dev lo root tbf rate 1mbit burst 5kb latency 200ms"
+    )
+    words = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "sh", "-c", trial]
+    tried = subprocess.run(words, capture_output=True, text=True)
+    if tried.returncode:
+        return f"this machine refuses namespaces or tc: {tried.stderr.strip()}"
+    return None
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One machine of the rig."""
+
+    name: str
+    ip: str
+    folder: Path
+    python: str
+    pid: int = 0
+    """Its process 1, as the machine sees it; 0 when it is down."""
+
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    def command(
+        self, words: Sequence[str], *, env: Mapping[str, str] | None = None, user: str | None = None
+    ) -> list[str]:
+        """The command that runs `words` on this host. `user` logs in; else it is root."""
+        if not self.pid:
+            raise RigError(f"{self.name} is down")
+        enter = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p"]
+        if user is not None:
+            shell = ["runuser", "-u", user, "--", "bash", "-lc"]
+            pairs = [f"{key}={value}" for key, value in (env or {}).items()]
+            inner = f"source ~/.bashrc; cd; {shlex.join(['env', *pairs, *words])}"
+            # no -i: an interactive shell would want the terminal
+            return [*enter, "env", "-i", f"HOME={self.home}", *shell, inner]
+        pairs = [f"{key}={value}" for key, value in {**self.env, **(env or {})}.items()]
+        return [*enter, "env", "-i", *pairs, *words]
+
+    def run(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float = 120.0,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command here and wait; what it said is in the error if it fails."""
+        done = subprocess.run(
+            self.command(words, env=env, user=user),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+        if check and done.returncode:
+            raise RigError(
+                f"{self.name}: {shlex.join(words)} ended with {done.returncode}\n"
+                f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            )
+        return done
+
+    def popen(self, words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a command here; whoever starts it waits for it, or takes the host down."""
+        env, user = options.pop("env", None), options.pop("user", None)
+        options = {"stdin": subprocess.DEVNULL, "text": True} | options
+        return subprocess.Popen(self.command(words, env=env, user=user), **options)
+
+
+class Rig:
+    """Hosts `node0` ... on one bridge; with `laptop`, one more from which to drive them."""
+
+    def __init__(
+        self,
+        num_hosts: int,
+        *,
+        rate_bps: float | None = None,
+        laptop: bool = False,
+        ssh: bool = False,
+        name: str | None = None,
+        keep: bool = False,
+    ) -> None:
+        """`rate_bps` limits each host's uplink and its downlink; None: as fast as the kernel.
+
+        `ssh` gives hosts sshd, rsync and a key. `keep` leaves the rig up when its owner ends.
+        """
+        self.name = name or f"rig-{os.getpid()}"
+        self.folder = RIGS / self.name
+        self.python = sys.executable
+        self.rate_bps = rate_bps
+        self._keep = keep
+        self._ssh = ssh or laptop
+        self._bridge_pid = 0
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        names = [f"node{index}" for index in range(num_hosts)]
+        self.hosts = [self._host(name, FIRST_ADDRESS + i) for i, name in enumerate(names)]
+        self.laptop = self._host("laptop", FIRST_ADDRESS - 1) if laptop else None
+
+    def _host(self, name: str, number: int) -> Host:
+        folder = self.folder / name
+        env = {
+            "HOME": str(folder / "home"),
+            "PATH": f"{Path(self.python).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "PYTHONPATH": str(REPOSITORY),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        ip = f"{NETWORK}.{number}"
+        return Host(name=name, ip=ip, folder=folder, python=self.python, env=env)
+
+    @property
+    def everyone(self) -> list[Host]:
+        return [*self.hosts, *([self.laptop] if self.laptop else [])]
+
+    # --- up and down -----------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Make the hosts. What an earlier rig left behind is removed first."""
+        reason = why_not()
+        if reason is not None:
+            raise RigError(reason)
+        sweep()
+        destroy(self.folder)
+        self.folder.mkdir(parents=True)
+        (self.folder / "owner").write_text(f"{0 if self._keep else os.getpid()}", encoding="ascii")
+        layer = ssh_layer(CACHE) if self._ssh else None
+        try:
+            self._bridge_pid = self._spawn(
+                self.folder / "bridge", ["unshare", "--net", "--fork", "--kill-child"], []
+            )
+            self._on_bridge("ip", "link", "add", "br0", "type", "bridge")
+            self._on_bridge("ip", "link", "set", "br0", "up")
+            for host in self.everyone:
+                self._boot(host, layer)
+        except BaseException:
+            self.down()
+            raise
+        write_book(self)
+
+    def down(self) -> None:
+        """End every process of the rig; its namespaces, links and mounts go with them."""
+        destroy(self.folder)
+        for child in self._children.values():
+            child.wait()
+        self._children.clear()
+        for host in self.everyone:
+            host.pid = 0
+
+    def __enter__(self) -> Rig:
+        self.up()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.down()
+
+    def _spawn(self, folder: Path, unshare: list[str], init: list[str]) -> int:
+        """A process with namespaces of its own; returns its pid as seen from here."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "pid").unlink(missing_ok=True)
+        tied = [] if self._keep else ["setpriv", "--pdeathsig", "KILL"]
+        init = init or [sys.executable, "-S", "-c", _HOLD, str(folder)]
+        with open(folder / "log", "ab") as log:
+            child = subprocess.Popen(
+                [*tied, *unshare, *init],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=self._keep,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (folder / "pid").exists():
+            if child.poll() is not None or time.monotonic() > deadline:
+                text = (folder / "log").read_text(encoding="utf-8", errors="replace")
+                child.kill()
+                raise RigError(f"{folder.name} did not start: {text[-2000:]}")
+            time.sleep(0.02)
+        pid = int((folder / "pid").read_text(encoding="ascii"))
+        self._children[pid] = child
+        return pid
+
+    def _boot(self, host: Host, layer: Path | None) -> None:
+        host.home.mkdir(parents=True, exist_ok=True)
+        os.chown(host.home, UID, UID)
+        kept = {REPOSITORY, host.folder, CACHE, Path(sys.prefix), Path(sys.base_prefix)}
+        kept |= {Path(entry) for entry in sys.path if entry and Path(entry).is_dir()}
+        plan = {
+            "name": host.name,
+            "user": USER,
+            "uid": UID,
+            "home": str(host.home),
+            "keep": sorted(str(path.absolute()) for path in kept),
+            "lower": None if layer is None else str(layer),
+            "hosts": {other.name: other.ip for other in self.everyone},
+        }
+        (host.folder / "host.json").write_text(json.dumps(plan), encoding="utf-8")
+        own = ["--net", "--mount", "--pid", "--uts", "--ipc"]
+        unshare = ["unshare", *own, "--fork", "--kill-child"]
+        script = Path(__file__).with_name("host_init.py")
+        init = [sys.executable, "-S", str(script), str(host.folder)]
+        host.pid = self._spawn(host.folder, unshare, init)
+        self._join(host)
+
+    def _join(self, host: Host) -> None:
+        """A cable from the host to the bridge."""
+        port, inside = f"v-{host.name}", ["nsenter", "-t", f"{host.pid}", "-n"]
+        veth = ["type", "veth", "peer", "name", "eth0", "netns", f"{host.pid}"]
+        self._on_bridge("ip", "link", "add", port, *veth)
+        self._on_bridge("ip", "link", "set", port, "master", "br0", "up")
+        _do(*inside, "ip", "link", "set", "lo", "up")
+        _do(*inside, "ip", "address", "add", f"{host.ip}/24", "dev", "eth0")
+        _do(*inside, "ip", "link", "set", "eth0", "up")
+        _do(*inside, "ip", "route", "add", "default", "via", f"{NETWORK}.1")
+        if host is not self.laptop:
+            self._shape(host, self.rate_bps)
+
+    # --- what may happen to a host ----------------------------------------------------------
+
+    def set_rate(self, rate_bps: float | None) -> None:
+        """Limit every host's uplink and downlink from now on; None: no limit."""
+        self.rate_bps = rate_bps
+        for host in self.hosts:
+            if host.pid:
+                self._shape(host, rate_bps)
+
+    def _shape(self, host: Host, rate_bps: float | None) -> None:
+        for pid, device in ((host.pid, "eth0"), (self._bridge_pid, f"v-{host.name}")):
+            words = ["nsenter", "-t", f"{pid}", "-n", "tc", "qdisc"]
+            if rate_bps is None:
+                subprocess.run([*words, "del", "dev", device, "root"], capture_output=True)
+            else:
+                limit = ["tbf", "rate", f"{round(rate_bps)}bit", "burst", BURST, "latency", "200ms"]
+                _do(*words, "replace", "dev", device, "root", *limit)
+
+    def kill_host(self, index: int) -> None:
+        """The power goes: the cable is dead first, so nobody is told, then every process."""
+        self.cut(index)
+        host = self.hosts[index]
+        pid, host.pid = host.pid, 0
+        os.kill(pid, signal.SIGKILL)
+        child = self._children.pop(pid, None)
+        if child is not None:
+            child.wait()
+        (host.folder / "pid").unlink(missing_ok=True)
+        with contextlib.suppress(RigError):  # it goes with its other end, but when is the kernel's
+            self._on_bridge("ip", "link", "delete", f"v-{host.name}")
+
+    def revive_host(self, index: int) -> None:
+        """The host comes back with its name, address and home, and nothing running."""
+        self._boot(self.hosts[index], ssh_layer(CACHE) if self._ssh else None)
+        write_book(self)
+
+    def cut(self, index: int) -> None:
+        """Pull the cable; processes live on."""
+        self._set_port(index, "down")
+
+    def mend(self, index: int) -> None:
+        """Put the cable back."""
+        self._set_port(index, "up")
+
+    def _set_port(self, index: int, state: str) -> None:
+        self._on_bridge("ip", "link", "set", f"v-{self.hosts[index].name}", state)
+
+    def _on_bridge(self, *words: str) -> None:
+        _do("nsenter", "-t", f"{self._bridge_pid}", "-n", *words)
+
+    # --- Ray -----------------------------------------------------------------------------------
+
+    def start_ray(
+        self,
+        indices: Sequence[int] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        head_options: Sequence[str] = ("--include-dashboard=false",),
+        options: Sequence[str] = (),
+    ) -> str:
+        """Start Ray on the hosts, the first one as the head; returns the cluster's address.
+
+        Later calls with other `indices` join more hosts to the head on host 0.
+        """
+        chosen = list(range(len(self.hosts))) if indices is None else list(indices)
+        address = f"{self.hosts[0].ip}:{GCS_PORT}"
+        if 0 in chosen:
+            chosen.remove(0)
+            config = f"--system-config={json.dumps(RAY_SYSTEM_CONFIG)}"
+            words = ["--head", f"--port={GCS_PORT}", config, *head_options, *options]
+            self._ray_start(self.hosts[0], words, env)
+        with ThreadPoolExecutor() as pool:
+            list(
+                pool.map(
+                    lambda i: self._ray_start(
+                        self.hosts[i], [f"--address={address}", *options], env
+                    ),
+                    chosen,
+                )
+            )
+        return address
+
+    def _ray_start(self, host: Host, words: list[str], env: Mapping[str, str] | None) -> None:
+        fixed = [f"--node-ip-address={host.ip}", "--object-store-memory=200000000"]
+        start = [self.python, "-m", "ray.scripts.scripts", "start", *fixed, *words]
+        host.run(start, env=env, timeout_s=180.0)
+
+
+_HOLD = """
+import pathlib, signal, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / "pid.part").write_text(pathlib.Path("/proc/self/stat").read_text().split()[0])
+(folder / "pid.part").rename(folder / "pid")
+signal.pause()
+"""
+
+
+def _do(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RigError(f"{shlex.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+
+
+def write_book(rig: Rig) -> None:
+    """Leave beside the hosts what the command line needs to find them."""
+    book = {host.name: {"ip": host.ip, "env": host.env} for host in rig.everyone}
+    (rig.folder / "book.json").write_text(json.dumps(book, indent=1), encoding="utf-8")
+
+
+def sweep() -> None:
+    """Remove rigs whose owner ended without doing so."""
+    for folder in RIGS.glob("*") if RIGS.is_dir() else ():
+        try:
+            owner = int((folder / "owner").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        if owner and not Path(f"/proc/{owner}").exists():
+            destroy(folder)
+
+
+def destroy(folder: Path) -> None:
+    """End the processes that a rig recorded, and its files. Anything else is left alone."""
+    for record in sorted(folder.glob("*/pid")):
+        pid = int(record.read_text(encoding="ascii"))
+        if is_ours(pid, record.parent):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    for record in sorted(folder.glob("*/pid")):
+        while is_ours(int(record.read_text(encoding="ascii")), record.parent):
+            if time.monotonic() > deadline:
+                raise RigError(f"{record.parent.name} of {folder.name} does not end")
+            time.sleep(0.02)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_ours(pid: int, folder: Path) -> bool:
+    """Whether the process is still the one that was recorded, not another with its number."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return os.fsencode(folder) in words
+
+
+if __name__ == "__main__":
+    from tests.cluster.rig_command import main
+
+    sys.exit(main())
