@@ -231,7 +231,9 @@ class Delta:
         with self._lock:
             store = self._store.state_dict(rows=not self._rows_left_out)
             state: State = {"namespace": list(self.namespace), **store}
+            state["num_evicted"] = self._num_evicted
             state.update({f"inner.{key}": v for key, v in self.inner.state_dict().items()})
+            state.update({f"first.{key}": v for key, v in self.first_visit.state_dict().items()})
             return state
 
     def load_state_dict(self, state: State) -> None:
@@ -241,12 +243,12 @@ class Delta:
                 f"the saved rows belong to {state['namespace']}, this codec serves "
                 f"{list(self.namespace)}; drop them at both ends instead of mixing them"
             )
-        prefix = "inner."
-        inner = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         with self._lock:
             self._store.load_state_dict(state)
-            self._end.step = StepStats()
-            self.inner.load_state_dict(inner)
+            self._end.step = self._last_step = StepStats()
+            self._num_evicted = int(state.get("num_evicted", 0))
+            self.inner.load_state_dict(_under("inner.", state))
+            self.first_visit.load_state_dict(_under("first.", state))
 
     def _take_role(self, role: str) -> None:
         if self._role not in (None, role):
@@ -255,6 +257,10 @@ class Delta:
                 "of an edge: give the other end an instance of its own"
             )
         self._role = role
+
+
+def _under(prefix: str, state: State) -> State:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 def _first_visit_codec(first_visit: int | Compressor) -> Compressor:

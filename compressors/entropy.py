@@ -18,6 +18,8 @@ from compressors.base import Buffer, CodecError, Compressor, Packet, ResendsCold
 
 MAX_RAW_NBYTES = 1 << 30
 _STORED = -1
+COUNTED = "zstd.nbytes"
+"""Key of the bytes before and after, in the saved state."""
 
 
 class Entropy:
@@ -31,6 +33,7 @@ class Entropy:
         self.level = level
         self._raw_nbytes = 0
         self._sent_nbytes = 0
+        self._committed = (0, 0)
 
     def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         return self._squeeze(self.inner.encode(tensor, keys=keys), keys)
@@ -55,9 +58,11 @@ class Entropy:
         self.inner.close()
 
     def commit(self) -> None:
+        self._committed = (self._raw_nbytes, self._sent_nbytes)
         self.inner.commit()
 
     def abort(self) -> None:
+        self._raw_nbytes, self._sent_nbytes = self._committed
         self.inner.abort()
 
     def stats(self) -> dict[str, float]:
@@ -65,10 +70,13 @@ class Entropy:
         return {**self.inner.stats(), "zstd_ratio": ratio}
 
     def state_dict(self) -> State:
-        return self.inner.state_dict()
+        """The inner codec's state, and what `zstd_ratio` is made of."""
+        return {**self.inner.state_dict(), COUNTED: list(self._committed)}
 
     def load_state_dict(self, state: State) -> None:
-        self.inner.load_state_dict(state)
+        raw, sent = state.get(COUNTED, (0, 0))
+        self._committed = self._raw_nbytes, self._sent_nbytes = int(raw), int(sent)
+        self.inner.load_state_dict({k: v for k, v in state.items() if k != COUNTED})
 
     def _squeeze(self, raw: Packet, keys: SampleKeys) -> Packet:
         packet = deflate(raw, self.level)

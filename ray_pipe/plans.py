@@ -66,6 +66,7 @@ class Arm:
     def specs(self, *, epoch_s: float = 0.0, generation: int = 0) -> list[StageSpec]:
         """What each actor needs to become its stage of this arm."""
         config, codec = self.config, self.codec
+        cuts = self.workload.cuts(config.pipeline.stages)
         builders = self.workload.stage_builders(config.pipeline.stages)
         return [
             StageSpec(
@@ -78,6 +79,7 @@ class Arm:
                 gradient_codec=codec_spec(codec, codec.backward_name, codec.bw_bits, config.seed),
                 topology=self.topology,
                 dataset=self.workload.samples.digest,
+                first_block=cuts[index].start,
                 recompute=config.pipeline.recompute,
                 precision=config.pipeline.precision,
                 seed=config.seed,

@@ -49,13 +49,17 @@ class Workload:
     def num_blocks(self) -> int:
         return len(self.costs)
 
+    def cuts(self, num_stages: int) -> list[range]:
+        """The blocks of each stage."""
+        return partition(self.costs, num_stages)
+
     def stage_builders(self, num_stages: int) -> list[Callable[[], nn.Module]]:
         """For each stage, a function that builds its part of the model, and carries no other."""
         return [
             partial(_build_from_list, self.blocks[cut.start : cut.stop])
             if self.blocks
             else partial(self.build, cut.start, cut.stop)
-            for cut in partition(self.costs, num_stages)
+            for cut in self.cuts(num_stages)
         ]
 
 

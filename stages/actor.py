@@ -34,6 +34,7 @@ from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
 from stages.stage import Stage
+from stages.state import StageState
 from stages.wiring import Lanes
 
 T = TypeVar("T")
@@ -231,6 +232,17 @@ class StageActor:
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer of this stage."""
         return self.stage.compute.state_dict()
+
+    def save_state(self) -> Any:
+        """The stage between two steps, as the bytes of a safetensors file in a numpy array."""
+        state = self._loop.submit(self.stage.save_state()).result()
+        return np.frombuffer(state.to_bytes(), dtype=np.uint8)
+
+    def load_state(self, saved: Any) -> int:
+        """Become what `save_state` returned; returns the step that was committed last."""
+        state = StageState.from_bytes(np.asarray(saved).tobytes())
+        self._loop.submit(self.stage.load_state(state)).result()
+        return state.step
 
     def costs(self) -> dict[str, list[float]]:
         """CPU seconds of the latest single pieces of work, by phase."""

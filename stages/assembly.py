@@ -71,6 +71,7 @@ def assemble(
         clip=spec.optim.clip,
         replica=spec.replica,
         wire=wire,
+        first_block=spec.first_block,
     )
 
     def codec(edge: Edge) -> Compressor:

@@ -131,6 +131,15 @@ class Compute:
             self._randomness.state = self._state_before
             self._state_before = None
 
+    @property
+    def random_state(self) -> State:
+        """Of the stage's own random numbers, between steps."""
+        return self._randomness.state
+
+    @random_state.setter
+    def random_state(self, state: State) -> None:
+        self._randomness.state = state
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and random numbers, between steps."""
         return {

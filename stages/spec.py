@@ -28,6 +28,9 @@ class StageSpec:
     dataset: str
     """Digest of the data: rows of one set never serve another."""
 
+    first_block: int = 0
+    """Place in the whole model of this stage's first block: saved weights are named by it."""
+
     replica: int = 0
     generation: int = 0
     """Which use of the actor this is: frames of an earlier one are dropped."""

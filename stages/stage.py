@@ -31,6 +31,7 @@ from stages.plan import StepPlan, Turn
 from stages.receiving import NEVER, Opened, ReceivingEnd
 from stages.record import StepRecord
 from stages.schedule import actions_of
+from stages.state import StageState, gather_state, restore_state
 from stages.wiring import Lanes, Wiring
 
 SMALL_NBYTES = 4096
@@ -60,9 +61,11 @@ class Stage:
         clip: float,
         replica: int = 0,
         wire: WireFormat = FRAMES,
+        first_block: int = 0,
     ) -> None:
         self.wire = wire
         self.index = index
+        self.first_block = first_block
         self.num_stages = num_stages
         self.compute = compute
         self.wiring = wiring
@@ -89,6 +92,11 @@ class Stage:
         self._why = ""
         self._is_stopped = False
         self._background: set[asyncio.Task[Any]] = set()
+
+    @property
+    def turn(self) -> Turn:
+        """The newest turn that has begun."""
+        return self._turn
 
     @property
     def is_first(self) -> bool:
@@ -355,6 +363,38 @@ class Stage:
             norm=norm,
             events=events,
         )
+
+    # --- between steps ----------------------------------------------------------------------
+
+    async def save_state(self) -> StageState:
+        """A copy of everything that the next step starts from; no step may run meanwhile."""
+        self._check_between_steps()
+        if self._doubt is not None:
+            raise RuntimeError(
+                f"stage {self.index} is in doubt about {self._doubt.turn}: stage 0 alone knows "
+                "whether it was committed; run the next step first, or load an earlier state"
+            )
+        return await gather_state(self)
+
+    async def load_state(self, state: StageState) -> None:
+        """Go on after the commit that `state` was saved at, as if nothing had come since.
+
+        Raises `StateError`, and changes nothing, if it is the state of another stage. Turns still
+        rise: a stage that has run later steps needs a higher `attempt` to repeat them.
+        """
+        self._check_between_steps()
+        if self._doubt is not None:
+            await self._rollback()
+            self._doubt = None
+        await restore_state(self, state)
+        self.committed = state.step
+
+    def _check_between_steps(self) -> None:
+        if self._state != "idle" or self._running is not None or self._background:
+            raise RuntimeError(
+                f"stage {self.index} is {self._state} in {self._turn}: its state can be saved and "
+                "loaded only between steps"
+            )
 
     # --- what comes in --------------------------------------------------------------------
 

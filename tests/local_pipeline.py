@@ -152,6 +152,7 @@ class Bench:
                 gradient_codec=self.gradient,
                 topology=Topology.uniform(self.num_stages, self.bandwidth_bps, self.latency_s),
                 dataset=self.data().digest,
+                first_block=self.blocks(index).start,
                 recompute=self.recompute,
                 precision=self.precision,
                 seed=self.seed,
@@ -278,7 +279,8 @@ def fingerprint(value: Any) -> str:
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(raw).hexdigest()[:12]}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {fingerprint(item)}" for key, item in value.items()) + "}"
+        items = sorted(value.items(), key=lambda item: str(item[0]))
+        return "{" + ", ".join(f"{key}: {fingerprint(item)}" for key, item in items) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(fingerprint, value)) + "]"
     return repr(value)
