@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ import ray
 from ray.exceptions import RayError
 
 from ray_pipe.errors import ClusterError
+from ray_pipe.preflight import check_address
 from stages.actor import remote_stage
 
 NAMESPACE = "ray_pipe"
-CONNECT_TIMEOUT_S = 5.0
 INLINE_NBYTES = 4 << 20
 START_TIMEOUT_S = 120.0
 
@@ -31,7 +30,10 @@ def connect(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _refuse_unreachable(address)
+    existing = address or os.environ.get("RAY_ADDRESS")
+    label = f"--address {address}" if address else f"RAY_ADDRESS={existing}"
+    if existing:
+        check_address(existing, label=label)
     # The driver reads every error it needs; Ray would print those of aborted steps once more.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {
@@ -39,7 +41,7 @@ def connect(address: str | None) -> Iterator[None]:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-    if address is None and not os.environ.get("RAY_ADDRESS"):
+    if not existing:
         # A dashboard is eleven more processes; on a small machine they are felt in every step.
         # Frames up to four megabytes go with the call: through the object store each one would cost
         # the node's raylet two milliseconds (decision 5).
@@ -48,44 +50,26 @@ def connect(address: str | None) -> Iterator[None]:
             "include_dashboard": False,
             "_system_config": {"max_direct_call_object_size": INLINE_NBYTES},
         }
-    elif address is not None:
-        options["address"] = address
+    else:
+        options["address"] = existing
     try:
         ray.init(**options)
     except Exception as error:
-        raise ClusterError(_explain(address, error)) from error
+        raise ClusterError(_explain(label if existing else None, error)) from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _refuse_unreachable(address: str | None) -> None:
-    """Ray itself waits much longer before it says that nobody is there."""
-    if address is None or address in ("auto", "local"):
-        return
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit():
-        raise ClusterError(
-            f"--address {address}: expected HOST:PORT, ray://HOST:PORT or auto, as 10.0.0.10:6379"
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ClusterError(
-            f"--address {address}: nobody answers there ({error.strerror or error}); is the "
-            "cluster up (`ray status` on its head), and may this machine reach that port?"
-        ) from None
-
-
-def _explain(address: str | None, error: Exception) -> str:
-    if address == "auto":
-        return (
-            "--address auto: no running Ray was found on this machine; start one with "
-            "`ray start --head`, or leave --address out"
-        )
+def _explain(label: str | None, error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"Ray could not be started or reached (--address {address}): {first}"
+    if label is None:
+        return (
+            f"Ray could not be started on this machine: {first}; `python -m ray_pipe.doctor` "
+            "looks for the cause"
+        )
+    return f"{label}: Ray could not connect: {first}"
 
 
 class StageActors:

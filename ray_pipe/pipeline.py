@@ -210,17 +210,31 @@ TRANSPORTS: dict[str, type[Pipeline]] = {"push": Pipeline, "refs": RefsPipeline}
 def refuse_other_source(infos: list[dict[str, Any]]) -> None:
     """Every worker must run the driver's code and the same core, or bits would differ."""
     own, core = source_digest(), kernels.core()
-    for index, info in enumerate(infos):
-        if info["source"] != own:
-            raise ClusterError(
-                f"stage {index} runs other source than the driver (digest {info['source']}, here "
-                f"{own}); install the same version of ray_pipe on every node"
-            )
-        if info["core"] != core:
-            raise ClusterError(
-                f"stage {index} runs the {info['core']} core, the driver the {core} core; install "
-                "the same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
-            )
+    strangers = [(index, info) for index, info in enumerate(infos) if info["source"] != own]
+    if strangers:
+        raise ClusterError(
+            f"{_where(strangers, 'source')} run other source than the driver (digest {own} here); "
+            "install the same version of ray_pipe on every node and start the job again; "
+            "`python -m ray_pipe.doctor --address auto` shows every node's version"
+        )
+    slow = [(index, info) for index, info in enumerate(infos) if info["core"] != core]
+    if slow:
+        raise ClusterError(
+            f"{_where(slow, 'core')} run another core than the driver ({core} here); install the "
+            "same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
+        )
+
+
+def _where(infos: list[tuple[int, dict[str, Any]]], key: str) -> str:
+    """`stage 1 on node 10.0.0.11 (digest 0af3), stage 2 ...`."""
+    listed: Any = ray.nodes  # untyped in ray
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in listed()}
+    what = "digest " if key == "source" else ""
+    return ", ".join(
+        f"stage {index} on node {nodes.get(info['node'], str(info['node'])[:8])} "
+        f"({what}{info[key]})"
+        for index, info in infos
+    )
 
 
 def name_failure(step: int, errors: dict[int, RayError], doing: str) -> TrainingError:

@@ -26,6 +26,7 @@ SPEAK_RAY = {
     "ray_pipe.cluster",
     "ray_pipe.driver",
     "ray_pipe.pipeline",
+    "ray_pipe.preflight",
 }
 """`driver` only asks Ray for its version."""
 
