@@ -1,0 +1,53 @@
+"""How long a stage waits before it gives up, from what was measured.
+
+A wait inside a step is never longer than the step. So once some steps have been seen, a wait of
+several steps is a fault and not slowness: a process that stopped, a frame that nobody has. The
+limit follows the median of the latest steps and how far they vary (median absolute deviation),
+so that neither one slow step nor a first epoch of large frames moves it for good.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+WINDOW = 32
+MIN_STEPS = 3
+STEPS = 4.0
+"""A wait may take so many median steps,"""
+
+DEVIATIONS = 10.0
+"""and so many deviations more."""
+
+CEILING_STEPS = 10.0
+STRETCH = 2.0
+
+
+class Deadlines:
+    """`value_s` is the deadline of the next step's waits."""
+
+    def __init__(self, *, start_s: float, floor_s: float, expected_s: float = 0.0) -> None:
+        """`start_s` holds until steps were measured, or longer if the step expected is slow;
+        `floor_s` is the shortest there will be."""
+        self._start_s = max(start_s, CEILING_STEPS * expected_s)
+        self._floor_s = floor_s
+        self._steps: deque[float] = deque(maxlen=WINDOW)
+        self._stretch = 1.0
+
+    def add(self, step_s: float) -> None:
+        """A step took so long."""
+        self._steps.append(step_s)
+
+    def stretch(self) -> None:
+        """A wait ended in vain though everybody was alive: be more patient from now on."""
+        self._stretch *= STRETCH
+
+    @property
+    def value_s(self) -> float:
+        if len(self._steps) < MIN_STEPS:
+            return self._start_s * self._stretch
+        usual = median(self._steps)
+        deviation = median(abs(step - usual) for step in self._steps)
+        ceiling = max(self._start_s, CEILING_STEPS * usual, self._floor_s)
+        measured = STEPS * usual + DEVIATIONS * deviation
+        return min(max(measured, self._floor_s), ceiling) * self._stretch

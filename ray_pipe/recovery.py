@@ -1,0 +1,143 @@
+"""What to do after a failure: policies that turn what is known into a decision. No Ray, no effects.
+
+    a failure      -> try again, or give up and say why      `verdict`
+    who has what   -> the newest step that all can go back to `common_step`
+
+Stages differ by at most one step: none commits step s+1 before every stage has sent its norms of
+it, and a stage sends them only when its black box holds step s (`stages.keeper`). So the newest
+step that every stage has, alive or in its box, is the last or the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["died", "hung", "timeout", "error"]
+Source = Literal["live", "box", "checkpoint", "fresh"]
+FRESH = -1
+"""The step before the first: every stage can be built anew."""
+
+SAME_STEP_LIMIT = 3
+"""A step that fails so often in a row will not succeed by being tried again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Something that ended a step, and what became of it."""
+
+    kind: Kind
+    """died: a process is gone; hung: it was there but did not answer; timeout: all are alive, but
+    something did not come in time; error: a stage's own code raised."""
+
+    stage: int
+    """Who failed first, or who waited in vain."""
+
+    step: int
+    cause: str
+    arm: str = ""
+    at_s: float = 0.0
+    """When it was noticed, seconds since the start of the run."""
+
+    replaced: tuple[int, ...] = ()
+    """Stages that got a new process."""
+
+    resumed_from: int | None = None
+    """The step that all stages went back to; None if the run ended here."""
+
+    source: str = ""
+    """Where the replaced stages' state came from: box, checkpoint or fresh."""
+
+    replayed_steps: int = 0
+    """Steps that had been recorded before and were run again."""
+
+    recovery_s: float | None = None
+    """From the failure being noticed until all stages were sent to work again."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of results.json."""
+        return {**asdict(self), "replaced": list(self.replaced)}
+
+    def __str__(self) -> str:
+        what = {
+            "died": "died",
+            "hung": "did not answer",
+            "timeout": "waited in vain",
+            "error": "failed",
+        }[self.kind]
+        text = f"stage {self.stage} {what} in step {self.step}: {self.cause}"
+        if self.resumed_from is None:
+            return text
+        new = ""
+        if self.replaced:
+            names = ", ".join(map(str, self.replaced))
+            new = f"; stage {names} has a new process with the state of its {_SOURCES[self.source]}"
+        where = "the beginning" if self.resumed_from == FRESH else f"step {self.resumed_from}"
+        return f"{text}{new}; the run went on from {where} after {self.recovery_s or 0.0:.1f} s"
+
+
+_SOURCES = {"box": "black box", "checkpoint": "checkpoint", "fresh": "first step", "": "black box"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What one stage can go back to."""
+
+    index: int
+    live: int | None
+    """The step its process has committed; None if it is new, or was caught in its update."""
+
+    box: tuple[int, ...] = ()
+    """Steps in its black box."""
+
+    @property
+    def steps(self) -> set[int]:
+        return {*self.box, *(() if self.live is None else (self.live,))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where to go on, and where each stage finds that step."""
+
+    step: int
+    sources: tuple[Source, ...]
+
+
+def verdict(failure: Failure, before: Sequence[Failure], *, max_failures: int) -> str:
+    """Why the run must end; empty if it may be tried again. `before`: failures so far."""
+    if failure.kind == "error":
+        return "an error in a stage's own work would come again"
+    if max_failures == 0:
+        return "recovery is off (--max-failures 0)"
+    if 0 < max_failures <= len(before):
+        return (
+            f"it is failure {len(before) + 1} of this run, at most {max_failures} are allowed "
+            "(--max-failures)"
+        )
+    same = 0
+    for earlier in reversed(before):
+        if (earlier.arm, earlier.step) != (failure.arm, failure.step):
+            break
+        same += 1
+    if same + 1 >= SAME_STEP_LIMIT:
+        return f"step {failure.step} failed {same + 1} times in a row"
+    return ""
+
+
+def common_step(statuses: Sequence[Status], *, checkpoint: int | None = None) -> Decision:
+    """The newest step that every stage can go back to, or the checkpoint if that is newer.
+
+    Without either, the beginning: the same seed gives the same bits again.
+    """
+    common = set.intersection(*(status.steps for status in statuses))
+    newest = max(common, default=FRESH - 1)
+    source: Source = "box"
+    if checkpoint is not None and checkpoint > newest:
+        newest, source = checkpoint, "checkpoint"
+    elif newest < FRESH:
+        newest, source = FRESH, "fresh"
+    sources: tuple[Source, ...] = tuple(
+        "live" if status.live == newest and source == "box" else source for status in statuses
+    )
+    return Decision(step=newest, sources=sources)

@@ -1,0 +1,287 @@
+"""A stage's black box: what it needs to be reborn, kept outside its process.
+
+    <folder>/stage-1/slot-0, slot-1   weights, optimizer, small state of two steps, in turn
+                     rows-0001.log    rows that the steps changed (compressors.row_log)
+                     lock             held by the process whose box this is
+
+After each commit the stage writes the step's image into the older of two slots: first the slot
+is marked empty, then rows and arrays are written, then the slot is marked with its step. A kill -9
+at any moment leaves the other slot whole. Nothing is forced to the disk: page cache outlives the
+process, and a machine that dies takes its boxes along (that is what checkpoints are for).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressors.base import State
+from compressors.buffers import Change, as_bytes
+from compressors.row_log import Position, RowLog, RowLogError, write_all
+
+MAGIC = b"BOX1"
+MARK = struct.Struct("<4s4xqQII")  # magic, step, bytes of the notes, crc of notes and arrays, own
+STALE_S = 600.0
+"""A box that nobody holds and nobody has touched for so long is left over from a dead run."""
+
+
+class BoxError(ValueError):
+    """A box that does not hold what was asked of it, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """A stage after a commit. Its arrays may be the live ones: they change at the next update."""
+
+    step: int
+    arrays: Mapping[str, Tensor]
+    notes: Mapping[str, Any]
+    """What JSON can hold."""
+
+    changes: Mapping[str, Sequence[Change]] = field(default_factory=dict)
+    """Rows that changed since the last image, by end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a slot holds."""
+
+    step: int
+    arrays: dict[str, Tensor]
+    notes: dict[str, Any]
+    rows: dict[str, State]
+    """By end, as `RowStore.load_state_dict` reads them."""
+
+
+class BlackBox:
+    """One stage's box. Methods may be called from any thread, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the box in `folder`, or make it. Raises `BoxError` if another process holds it."""
+        self.folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise BoxError(
+                f"the black box {folder} is held by another process; a stage that was replaced "
+                "must be dead before its box is opened"
+            ) from None
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._slots = [os.open(folder / f"slot-{i}", flags, 0o600) for i in (0, 1)]
+        self._log = RowLog(folder)
+        self._positions: dict[int, Position] = {}  # by step
+        self._is_closed = False
+        self.on_write: Callable[[str], None] | None = None
+        """Told the name of each part before it is written, for tests that stop there."""
+
+        try:
+            for step in self.steps():
+                self._positions[step] = _position(self._notes(self._slot_of(step))[0])
+            if self._positions:
+                self._log.rewind(self._positions[max(self._positions)])
+        except (BoxError, RowLogError, OSError):
+            self.clear()  # damaged: as good as none
+
+    def write(self, image: Image) -> None:
+        """Put an image in place of the older one."""
+        self._refuse_if_closed()
+        steps = [mark[0] if (mark := self._mark(slot)) else None for slot in (0, 1)]
+        slot = min((0, 1), key=lambda i: (steps[i] is not None, steps[i] or 0))
+        fd, old = self._slots[slot], steps[slot]
+        if old is not None:
+            self._positions.pop(old, None)
+        os.pwrite(fd, bytes(MARK.size), 0)
+        self._tell("rows")
+        position = self._log.append(image.changes)
+        arrays = {name: tensor.detach() for name, tensor in image.arrays.items()}
+        table = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in arrays.items()}
+        body = {"step": image.step, "rows": position, "arrays": table, "notes": image.notes}
+        notes = json.dumps(body).encode()
+        self._tell("arrays")
+        crc, at = zlib.crc32(notes), write_all(fd, [notes], MARK.size)
+        for tensor in arrays.values():
+            raw = as_bytes(tensor)
+            at = write_all(fd, [raw], at)
+            crc = zlib.crc32(raw, crc)
+        self._tell("mark")
+        head = MARK.pack(MAGIC, image.step, len(notes), crc, 0)[:-4]
+        os.pwrite(fd, head + struct.pack("<I", zlib.crc32(head)), 0)
+        self._positions[image.step] = position
+        self._log.drop_before(min(p.number for p in self._positions.values()))
+
+    def steps(self) -> list[int]:
+        """Steps that can be read, oldest first."""
+        if self._is_closed:
+            return []
+        return sorted(mark[0] for slot in (0, 1) if (mark := self._mark(slot)) is not None)
+
+    def read(self, step: int) -> Kept:
+        """The image of a step, checked; raises `BoxError` if it is not there or damaged."""
+        self._refuse_if_closed()
+        slot = self._slot_of(step)
+        body, offset, crc = self._notes(slot)
+        arrays: dict[str, Tensor] = {}
+        for name, (dtype, shape) in body["arrays"].items():
+            kind: torch.dtype = getattr(torch, dtype)
+            count = torch.Size(shape).numel()
+            raw = bytearray(os.pread(self._slots[slot], count * kind.itemsize, offset))
+            crc = zlib.crc32(raw, crc)
+            offset += len(raw)
+            if len(raw) != count * kind.itemsize:
+                break
+            flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+            arrays[name] = flat.reshape(shape)
+        if crc != self._expect_mark(slot)[2]:
+            raise BoxError(f"step {step} of the black box {self.folder} has a wrong checksum")
+        try:
+            rows = self._log.rows_at(_position(body)) if body["rows"][1] else {}
+        except (RowLogError, OSError) as error:
+            raise BoxError(f"step {step} of the black box {self.folder}: {error}") from error
+        return Kept(step=step, arrays=arrays, notes=body["notes"], rows=rows)
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """The notes of a step, without its arrays and rows."""
+        found: dict[str, Any] = self._notes(self._slot_of(step))[0]["notes"]
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`: the stage goes on from there."""
+        self._refuse_if_closed()
+        position = _position(self._notes(self._slot_of(step))[0])
+        for slot in (0, 1):
+            mark = self._mark(slot)
+            if mark is not None and mark[0] > step:
+                os.pwrite(self._slots[slot], bytes(MARK.size), 0)
+                self._positions.pop(mark[0], None)
+        self._log.rewind(position)
+
+    def clear(self) -> None:
+        """Forget everything: the next image must hold all rows."""
+        self._refuse_if_closed()
+        for fd in self._slots:
+            os.pwrite(fd, bytes(MARK.size), 0)
+            os.ftruncate(fd, 0)
+        self._positions.clear()
+        self._log.rewind(Position(self._log.position.number + 1, 0))
+        self._log.drop_before(self._log.position.number)
+
+    def close(self) -> None:
+        """Let go of the files; they stay where they are. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._log.close()
+        for fd in (*self._slots, self._lock):
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Close the box and delete it."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            self.folder.parent.rmdir()  # the last one out; fails while others are there
+        except OSError:
+            return
+
+    def _mark(self, slot: int) -> tuple[int, int, int] | None:
+        """Step, bytes of the notes and checksum of a slot; None if it is empty or half written."""
+        raw = os.pread(self._slots[slot], MARK.size, 0)
+        if len(raw) < MARK.size or raw[:4] != MAGIC:
+            return None
+        _, step, length, crc, own = MARK.unpack(raw)
+        return (step, length, crc) if zlib.crc32(raw[:-4]) == own else None
+
+    def _expect_mark(self, slot: int) -> tuple[int, int, int]:
+        mark = self._mark(slot)
+        assert mark is not None
+        return mark
+
+    def _slot_of(self, step: int) -> int:
+        for slot in (0, 1):
+            mark = self._mark(slot)
+            if mark is not None and mark[0] == step:
+                return slot
+        raise BoxError(f"the black box {self.folder} holds steps {self.steps()}, not {step}")
+
+    def _notes(self, slot: int) -> tuple[dict[str, Any], int, int]:
+        """Notes of a marked slot, where its arrays begin, and the checksum so far."""
+        step, length, _ = self._expect_mark(slot)
+        raw = os.pread(self._slots[slot], length, MARK.size)
+        try:
+            body: dict[str, Any] = json.loads(raw)
+        except ValueError as error:
+            raise BoxError(f"step {step} of the black box {self.folder}: {error}") from error
+        return body, MARK.size + length, zlib.crc32(raw)
+
+    def _tell(self, part: str) -> None:
+        if self.on_write is not None:
+            self.on_write(part)
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise BoxError(f"the black box {self.folder} is closed")
+
+
+def sweep(parent: Path, *, now: float | None = None) -> list[Path]:
+    """Remove boxes under `parent` that dead runs have left there; returns which."""
+    now = time.time() if now is None else now
+    removed = []
+    for run in [path for path in _folders(parent) if _is_stale(path, now)]:
+        shutil.rmtree(run, ignore_errors=True)
+        removed.append(run)
+    return removed
+
+
+def _is_stale(run: Path, now: float) -> bool:
+    boxes = _folders(run)
+    try:
+        newest = max(
+            path.stat().st_mtime for box in [run, *boxes] for path in [box, *box.iterdir()]
+        )
+    except OSError:
+        return False  # somebody is at work there
+    return now - newest > STALE_S and not any(_is_held(box) for box in boxes)
+
+
+def _is_held(box: Path) -> bool:
+    try:
+        fd = os.open(box / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return [path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
+
+
+def _position(body: Mapping[str, Any]) -> Position:
+    return Position(*body["rows"])
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,53 @@
+"""The deadline of waits follows the measured step times between a floor and a ceiling."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_pipe.deadlines import Deadlines
+
+
+def fed(*steps: float, start_s: float = 60.0, floor_s: float = 10.0) -> Deadlines:
+    deadlines = Deadlines(start_s=start_s, floor_s=floor_s)
+    for step_s in steps:
+        deadlines.add(step_s)
+    return deadlines
+
+
+def test_before_anything_was_measured_it_is_as_configured() -> None:
+    assert fed().value_s == 60.0
+    assert fed(1.0, 1.0).value_s == 60.0
+    assert Deadlines(start_s=60.0, floor_s=1.0, expected_s=20.0).value_s == 200.0
+
+
+def test_steady_steps_give_four_of_them() -> None:
+    assert fed(*[5.0] * 10).value_s == 20.0
+
+
+def test_fast_steps_meet_the_floor() -> None:
+    assert fed(*[0.1] * 10).value_s == 10.0
+
+
+def test_steps_that_vary_get_more_time() -> None:
+    assert fed(4.0, 5.0, 6.0, 4.0, 6.0).value_s == pytest.approx(4 * 5 + 10 * 1)
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    assert fed(*[5.0] * 9, 500.0).value_s == 20.0
+
+
+def test_slow_steps_raise_the_ceiling_too() -> None:
+    assert fed(*[100.0] * 5).value_s == 400.0
+    assert fed(1.0, 30.0, 60.0).value_s == pytest.approx(min(4 * 30 + 10 * 29, 300))
+
+
+def test_only_the_latest_steps_count() -> None:
+    assert fed(*[100.0] * 40, *[5.0] * 32).value_s == 20.0
+
+
+def test_after_a_wait_in_vain_it_is_doubled() -> None:
+    deadlines = fed(*[5.0] * 10)
+
+    deadlines.stretch()
+
+    assert deadlines.value_s == 40.0
