@@ -8,14 +8,20 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from ray_pipe.errors import ClusterError
+from ray_pipe.planner.placement import Node, move, place
 from ray_pipe.preflight import check_address
 from stages.actor import remote_stage
 
@@ -72,29 +78,97 @@ def _explain(label: str | None, error: Exception) -> str:
     return f"{label}: Ray could not connect: {first}"
 
 
+def nodes() -> list[Node]:
+    """The nodes that are alive, as placement needs them."""
+    listed: Any = ray.nodes  # untyped in ray
+    return [
+        Node(
+            id=node["NodeID"],
+            ip=node["NodeManagerAddress"],
+            num_cpus=node["Resources"].get("CPU", 0.0),
+            num_gpus=node["Resources"].get("GPU", 0.0),
+            is_head="node:__internal_head__" in node["Resources"],
+        )
+        for node in listed()
+        if node["Alive"]
+    ]
+
+
 class StageActors:
-    """The actors of one pipeline. Leaving the block ends them."""
+    """The actors of one pipeline, each on its node. Leaving the block ends them.
+
+    `placement` says where each stage is; Ray holds the places in a placement group, so that a run
+    has all of them or waits.
+    """
 
     def __init__(self, num_stages: int, *, label: str | None = None) -> None:
         """`label` names the actors on the dashboard: `ray_pipe/<label>/stage-0`."""
-        resources: Any = ray.available_resources  # untyped in ray
-        num_gpus = 1.0 if resources().get("GPU", 0) >= num_stages else 0.0
-        label = f"{label or 'pipeline'}-{uuid.uuid4().hex[:4]}"
-        self.handles = [
-            remote_stage(index, name=f"ray_pipe/{label}/stage-{index}", num_gpus=num_gpus)
-            for index in range(num_stages)
+        self._label = f"{label or 'pipeline'}-{uuid.uuid4().hex[:4]}"
+        self.placement = place(num_stages, nodes())
+        self.handles: list[Any] = []
+        self._num_replaced = 0
+        self._group = self._reserve()
+        try:
+            self.handles = [
+                self._start(index, PlacementGroupSchedulingStrategy(self._group, index), part="")
+                for index in range(num_stages)
+            ]
+            self.introduce()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _reserve(self) -> Any:
+        # A node's own resource costs nothing and is there even when all its CPUs are taken.
+        bundles = [
+            {f"node:{node.ip}": 0.001} | ({"GPU": 1.0} if self.placement.num_gpus else {})
+            for node in self.placement.nodes
         ]
+        group = placement_group(
+            bundles,
+            strategy=self.placement.strategy,
+            name=f"ray_pipe/{self._label}",
+            bundle_label_selector=[{"ray.io/node-id": node.id} for node in self.placement.nodes],
+        )
+        if not group.wait(START_TIMEOUT_S):
+            remove_placement_group(group)
+            where = ", ".join(dict.fromkeys(node.ip for node in self.placement.nodes))
+            gpu = ", with a free GPU for each stage" if self.placement.num_gpus else ""
+            raise ClusterError(
+                f"no room for {len(bundles)} stages on {where}{gpu} within {START_TIMEOUT_S:.0f} s;"
+                " `ray status` shows who holds what"
+            )
+        return group
+
+    def _start(self, index: int, strategy: Any, *, part: str) -> Any:
+        name = f"ray_pipe/{self._label}/stage-{index}{part}"
+        return remote_stage(index, name=name, num_gpus=self.placement.num_gpus, strategy=strategy)
+
+    def introduce(self) -> None:
+        """Tell every actor who the others are; returns when all have heard it."""
         peers = dict(enumerate(self.handles))
         calls = [handle.connect.remote(peers) for handle in self.handles]
         try:
             ray.get(calls, timeout=START_TIMEOUT_S)
         except RayError as error:
-            self.__exit__()
             raise ClusterError(
-                f"{num_stages} stage actors did not start within {START_TIMEOUT_S:.0f} s "
+                f"{len(self.handles)} stage actors did not start within {START_TIMEOUT_S:.0f} s "
                 f"({type(error).__name__}); does the cluster have room for them (`ray status`), "
                 "and is ray_pipe installed on its nodes?"
             ) from error
+
+    def replace(self, stages: Collection[int], *, avoid: Collection[str] = ()) -> None:
+        """New actors for these stages, on their own node or where `placement.move` finds room.
+
+        `avoid` holds ids of nodes that Ray may still take for alive. Call `introduce` next.
+        """
+        self.placement = move(self.placement, stages, nodes(), avoid=avoid)
+        for stage in sorted(stages):
+            ray.kill(self.handles[stage])
+            self._num_replaced += 1
+            home = NodeAffinitySchedulingStrategy(self.placement.nodes[stage].id, soft=False)
+            part = f"-again-{self._num_replaced}"  # the old name may be held a little longer
+            self.handles[stage] = self._start(stage, home, part=part)
 
     def __enter__(self) -> StageActors:
         return self
@@ -102,3 +176,4 @@ class StageActors:
     def __exit__(self, *exc: object) -> None:
         for handle in self.handles:
             ray.kill(handle)
+        remove_placement_group(self._group)

@@ -268,8 +268,9 @@ GROUPS = {
 ONE_WAY = ("deliver",)
 
 
-def remote_stage(index: int, *, name: str, num_gpus: float) -> Any:
-    """Start a stage actor. State would be lost by a restart, so Ray must not restart it."""
+def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPREAD") -> Any:
+    """Start a stage actor where `strategy` says. State would be lost by a restart, so Ray must not
+    restart it."""
     cls: Any = type("PipelineStage", (StageActor,), {})
     for method, group in GROUPS.items():
         options: dict[str, Any] = {"concurrency_group": group}
@@ -280,7 +281,7 @@ def remote_stage(index: int, *, name: str, num_gpus: float) -> Any:
         setattr(cls, method, mark(_own(getattr(StageActor, method))))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
-    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy="SPREAD")
+    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
     return placed.remote(index)
 
 

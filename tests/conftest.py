@@ -30,6 +30,7 @@ def cluster() -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",  # whatever else runs on this machine
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
