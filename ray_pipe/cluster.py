@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from ray_pipe.errors import ClusterError
-from ray_pipe.planner.placement import Node, move, place
+from ray_pipe.planner.placement import Node, Placement, move, place
 from ray_pipe.preflight import check_address
 from stages.actor import remote_stage
 
@@ -78,6 +78,11 @@ def _explain(label: str | None, error: Exception) -> str:
     return f"{label}: Ray could not connect: {first}"
 
 
+def is_cluster(address: str | None) -> bool:
+    """Whether a run goes to a Ray that others started, not to one of its own."""
+    return bool(address or os.environ.get("RAY_ADDRESS"))
+
+
 def nodes() -> list[Node]:
     """The nodes that are alive, as placement needs them."""
     listed: Any = ray.nodes  # untyped in ray
@@ -101,10 +106,12 @@ class StageActors:
     has all of them or waits.
     """
 
-    def __init__(self, num_stages: int, *, label: str | None = None) -> None:
+    def __init__(
+        self, num_stages: int, *, label: str | None = None, placement: Placement | None = None
+    ) -> None:
         """`label` names the actors on the dashboard: `ray_pipe/<label>/stage-0`."""
         self._label = f"{label or 'pipeline'}-{uuid.uuid4().hex[:4]}"
-        self.placement = place(num_stages, nodes())
+        self.placement = placement or place(num_stages, nodes())
         self.handles: list[Any] = []
         self._num_replaced = 0
         self._group = self._reserve()

@@ -88,6 +88,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     name_is_generated: bool = field(default=False, init=False, repr=False, compare=False)
+    links_are_given: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
@@ -96,6 +97,9 @@ class RunConfig:
         names = tuple(canonical_codec(name, source="compare") for name in self.compare)
         object.__setattr__(self, "compare", names)
         checks.check_arms(self)
+        rate_bps = NetworkConfig().bandwidth_bps
+        given = self.network.topology is not None or self.network.bandwidth_bps != rate_bps
+        object.__setattr__(self, "links_are_given", given)
         if not self.name:
             object.__setattr__(self, "name_is_generated", True)
             object.__setattr__(self, "name", _make_name(self))
@@ -106,6 +110,21 @@ class RunConfig:
         """The codecs to train, one after another."""
         names = self.compare or (self.codec.name,)
         return tuple(dataclasses.replace(self.codec, name=name) for name in names)
+
+    def on_nodes(self, num_nodes: int) -> tuple[Self, list[str]]:
+        """The run as it is when its stages are on so many nodes, and what to tell the user.
+
+        Between several nodes there is a real network; where no bandwidth was asked for, none is
+        emulated on top of it.
+        """
+        if self.links_are_given or num_nodes < 2:
+            return self, []
+        network = dataclasses.replace(self.network, bandwidth_bps=math.inf)
+        name = "" if self.name_is_generated else self.name
+        return dataclasses.replace(self, network=network, name=name), [
+            f"the stages are on {num_nodes} nodes and no --bandwidth was given: frames go over "
+            "the real network as they are, nothing is emulated (--bandwidth 100Mbps would)."
+        ]
 
     def make_folder(self) -> Path:
         """Make the run's folder, out/name. A name we made up never meets an old folder: it gets a
@@ -141,13 +160,18 @@ class RunConfig:
     def from_layers(cls, layers: Iterable[tuple[settings_file.Labels, Mapping[str, Any]]]) -> Self:
         """Lay several sources of settings over the defaults, later over earlier."""
         merged = settings_file.merge_layers(cls, layers)
-        return cls(**settings_file.build_sections(cls, merged))
+        config = cls(**settings_file.build_sections(cls, merged))
+        if "network.bandwidth_bps" in merged:  # the default's own value counts too, if it is said
+            object.__setattr__(config, "links_are_given", True)
+        return config
 
     def with_overrides(self, settings: Iterable[str]) -> Self:
         """A copy with settings written as on the command line: `["codec.fw_bits=2"]`."""
         own = self.to_dict()
         if self.name_is_generated:
             del own["name"]  # it would speak of the old codec and bandwidth
+        if not self.links_are_given:
+            del own["network"]["bandwidth_bps"]
         given = settings_file.parse_settings(settings)
         return self.from_layers([("config", own), ("--set", given)])
 

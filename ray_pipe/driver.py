@@ -21,11 +21,12 @@ from typing import Any
 from compressors import kernels
 from netsim.units import show_bandwidth
 from ray_pipe.arms import REFERENCE, ArmSummary, compare, summarize, time_to_target
-from ray_pipe.cluster import StageActors, connect
+from ray_pipe.cluster import StageActors, connect, is_cluster, nodes
 from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
 from ray_pipe.pipeline import TRANSPORTS, Pipeline
 from ray_pipe.planner.cost import Prediction, measure_costs, predict, simulated_step_s
+from ray_pipe.planner.placement import place
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.progress import Observer
 from ray_pipe.report import write_report
@@ -106,17 +107,23 @@ def run(
     for text in check_repeat_visits(config, work.num_train):
         observer.on_warning(text)
 
-    arms = arms_of(config, work)
     trained: list[Trained] = []
     epoch_s = time.time()
     observer.on_phase("starting Ray")
     with connect(config.address):
+        placement = place(config.pipeline.stages, nodes())
+        config, notes = config.on_nodes(placement.num_nodes)
+        if is_cluster(config.address):
+            for text in (*placement.notes(), *notes):
+                observer.on_warning(text)
+        plan |= _plan_of(config, workload)
+        arms = arms_of(config, work)
         path = config.make_folder()
         observer.on_phase(f"starting {config.pipeline.stages} stages")
         try:
             with (
                 MetricsFile(path / "metrics.jsonl") as sink,
-                StageActors(config.pipeline.stages, label=path.name) as actors,
+                StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
             ):
                 for index, arm in enumerate(arms):
                     pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
@@ -317,6 +324,8 @@ def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
     pipeline, size = config.pipeline, config.model.size
     shaped = config.network.topology is None
     rate = show_bandwidth(config.network.bandwidth_bps) if shaped else config.network.topology
+    if is_cluster(config.address) and not config.links_are_given:
+        rate = "the cluster's"
     model = (
         f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context})"
     )

@@ -41,6 +41,10 @@ class Placement:
         return "SPREAD" if self.shared else "STRICT_SPREAD"
 
     @property
+    def num_nodes(self) -> int:
+        return len({node.id for node in self.nodes})
+
+    @property
     def shared(self) -> dict[str, list[int]]:
         """The stages on each node that has more than one, by address."""
         homes: dict[tuple[str, str], list[int]] = {}
@@ -52,15 +56,15 @@ class Placement:
         """What a user would not expect, in plain words."""
         notes = []
         if self.shared:
-            num_nodes = len({node.id for node in self.nodes})
             who = "; ".join(
                 f"stages {', '.join(map(str, stages))} share {ip}"
                 for ip, stages in self.shared.items()
             )
             notes.append(
-                f"{len(self.nodes)} stages on {num_nodes} node{'s' if num_nodes > 1 else ''}: "
+                f"{len(self.nodes)} stages on {self.num_nodes} "
+                f"node{'s' if self.num_nodes > 1 else ''}: "
                 f"{who}. Between them nothing crosses the network; for one stage per node add "
-                f"nodes or use --stages {num_nodes}."
+                f"nodes or use --stages {self.num_nodes}."
             )
         if self.idle_gpus:
             notes.append(

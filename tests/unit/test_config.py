@@ -623,3 +623,43 @@ def test_a_wrong_key_in_a_file_names_the_file() -> None:
         RunConfig.from_layers([("run.yaml", {"codec": {"fwbits": 2}})])
 
     assert str(caught.value).startswith("run.yaml, codec.fwbits: there is no option 'fwbits'")
+
+
+def test_between_several_nodes_nothing_is_emulated_unless_it_is_asked_for() -> None:
+    config, notes = RunConfig().on_nodes(4)
+
+    assert config.network.unlimited
+    assert config.name.startswith("compare-unlimited-")
+    assert notes == [
+        "the stages are on 4 nodes and no --bandwidth was given: frames go over the real network "
+        "as they are, nothing is emulated (--bandwidth 100Mbps would)."
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"network.bandwidth": "100Mbps"},  # said aloud, though it is the default
+        {"network.bandwidth_bps": 1e7},
+    ],
+)
+def test_a_bandwidth_that_is_given_is_emulated_on_any_cluster(given: dict[str, Any]) -> None:
+    asked = RunConfig.from_dict(given)
+    config, notes = asked.on_nodes(4)
+
+    assert config is asked
+    assert notes == []
+
+
+def test_on_one_node_the_default_bandwidth_is_emulated() -> None:
+    config = RunConfig()
+
+    assert config.on_nodes(1) == (config, [])
+
+
+def test_what_was_not_given_is_still_not_given_after_an_override() -> None:
+    config = RunConfig(name="mine").with_overrides(["codec.fw_bits=2"])
+
+    assert not config.links_are_given
+    assert config.on_nodes(2)[0].name == "mine"
+    assert RunConfig().with_overrides(["network.bandwidth=100Mbps"]).links_are_given
