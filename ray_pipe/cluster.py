@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -31,10 +32,16 @@ START_TIMEOUT_S = 120.0
 
 
 @contextmanager
-def connect(address: str | None) -> Iterator[None]:
-    """A Ray to work with: the caller's, the one at `address`, or a new one on this machine."""
+def connect(
+    address: str | None, *, dashboard: bool = False, job_name: str | None = None
+) -> Iterator[str | None]:
+    """A Ray to work with: the caller's, the one at `address`, or a new one on this machine.
+
+    Gives the dashboard's URL, if there is one and the Ray is not the caller's; a new Ray has one
+    only if `dashboard` asks for it. `job_name` is the run's name in the dashboard's list of jobs.
+    """
     if ray.is_initialized():
-        yield
+        yield None
         return
     existing = address or os.environ.get("RAY_ADDRESS")
     label = f"--address {address}" if address else f"RAY_ADDRESS={existing}"
@@ -47,25 +54,36 @@ def connect(address: str | None) -> Iterator[None]:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
+    if job_name:
+        options["job_config"] = JobConfig(metadata={"job_name": job_name})
     if not existing:
         # A dashboard is eleven more processes; on a small machine they are felt in every step.
         # Frames up to four megabytes go with the call: through the object store each one would cost
         # the node's raylet two milliseconds (decision 5).
         options |= {
             "address": "local",
-            "include_dashboard": False,
+            "include_dashboard": dashboard,
             "_system_config": {"max_direct_call_object_size": INLINE_NBYTES},
         }
     else:
         options["address"] = existing
     try:
-        ray.init(**options)
+        context = ray.init(**options)
     except Exception as error:
         raise ClusterError(_explain(label if existing else None, error)) from error
     try:
-        yield
+        yield f"http://{context.dashboard_url}" if context.dashboard_url else None
     finally:
         ray.shutdown()
+
+
+def show_dashboard(url: str | None) -> str:
+    """Where to look while the run lasts."""
+    if url is None:
+        return (
+            "no dashboard: this Ray was started without one (`ray start --include-dashboard=true`)"
+        )
+    return f"dashboard: {url} (see Jobs and Actors; for its metrics docs/monitoring.md)"
 
 
 def _explain(label: str | None, error: Exception) -> str:

@@ -63,6 +63,9 @@ class RunConfig:
     address: str | None = None
     """Address of an existing Ray cluster (auto, HOST:PORT, ray://HOST:PORT); empty: start one."""
 
+    dashboard: bool = False
+    """Start the Ray dashboard, too, and print its address; a Ray of one's own has it anyway."""
+
     compare: tuple[str, ...] = DEFAULT_ARMS
     """Codecs that are trained one after another on the same seed, order and batches.
     Empty: only codec.name; so it is when a codec is given without this."""

@@ -21,9 +21,10 @@ from typing import Any
 from compressors import kernels
 from netsim.units import show_bandwidth
 from ray_pipe.arms import REFERENCE, ArmSummary, compare, summarize, time_to_target
-from ray_pipe.cluster import StageActors, connect, is_cluster, nodes
+from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
+from ray_pipe.monitoring.monitor import Monitor, watch
 from ray_pipe.pipeline import TRANSPORTS, Pipeline
 from ray_pipe.planner.cost import Prediction, measure_costs, predict, simulated_step_s
 from ray_pipe.planner.placement import place
@@ -62,6 +63,7 @@ class Trained:
     arm: Arm
     prediction: Prediction | None
     meter: ArmMeter
+    monitor: Monitor = field(default_factory=Monitor)
     first_records: list[StepRecord] = field(default_factory=list)
     last_records: deque[list[StepRecord]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     states: list[dict[str, Any]] = field(default_factory=list)
@@ -70,12 +72,16 @@ class Trained:
     eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
     """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
 
-    def keep(self, records: list[StepRecord]) -> None:
-        """Keep records with their spans for the trace: of a long run its beginning and its end."""
+    def add(self, records: list[StepRecord]) -> StepRow:
+        """A step's row. The cluster hears of it, and its spans are kept for the trace: of a long
+        run those of its beginning and its end."""
+        row = self.meter.add(records)
+        self.monitor.on_step(row, records)
         if len(self.meter.rows) <= KEPT_STEPS:
             self.first_records += records
         else:
             self.last_records.append(records)
+        return row
 
     @property
     def records(self) -> list[StepRecord]:
@@ -110,7 +116,7 @@ def run(
     trained: list[Trained] = []
     epoch_s = time.time()
     observer.on_phase("starting Ray")
-    with connect(config.address):
+    with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
         placement = place(config.pipeline.stages, nodes())
         config, notes = config.on_nodes(placement.num_nodes)
         if is_cluster(config.address):
@@ -119,17 +125,23 @@ def run(
         plan |= _plan_of(config, workload)
         arms = arms_of(config, work)
         path = config.make_folder()
+        if config.dashboard or dashboard:
+            observer.on_note(show_dashboard(dashboard))
         observer.on_phase(f"starting {config.pipeline.stages} stages")
         try:
             with (
                 MetricsFile(path / "metrics.jsonl") as sink,
                 StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
+                watch(path.name) as monitor,
             ):
                 for index, arm in enumerate(arms):
                     pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
+                    one.monitor = monitor
                     trained.append(one)
                     plan["predicted_step_s"] = _guess(arms, one)
                     observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                    predicted = one.prediction.step_s if one.prediction else None
+                    monitor.on_arm(arm.name, index, len(arms), arm.num_steps, predicted)
                     train(pipeline, one, observer.on_step)
                     if want_states and index == len(arms) - 1:
                         one.states = pipeline.state_dicts()
@@ -137,7 +149,9 @@ def run(
                     if target is not None:
                         observer.on_phase(f"{arm.name}: on to fp32's final loss of {target:.4f}")
                         train_on(pipeline, one, target)
-                    observer.on_arm_end(one.summary().as_dict())
+                    summary = one.summary()
+                    monitor.on_arm_end(summary)
+                    observer.on_arm_end(summary.as_dict())
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
             results = results_of(config, summaries, trained)
@@ -194,8 +208,7 @@ def train(
     for first in range(0, arm.num_steps, per_round):
         steps = range(first, min(first + per_round, arm.num_steps))
         for records in pipeline.train(steps):
-            row = one.meter.add(records)
-            one.keep(records)
+            row = one.add(records)
             pipeline.arm = replace(
                 pipeline.arm,
                 deadline_s=max(pipeline.arm.deadline_s, DEADLINE_STEPS * row.step_s),
@@ -205,6 +218,7 @@ def train(
             records = pipeline.evaluate(arm.evaluation(steps[-1]))
             one.meter.skip(records)
             one.eval_losses.append((one.meter.rows[-1].wall_s, steps[-1], records[-1].loss))
+            one.monitor.on_eval(records[-1].loss)
 
 
 def target_of(trained: Sequence[Trained]) -> float | None:

@@ -54,6 +54,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--name": ("name", "NAME"),
         "--out": ("out", "DIR"),
         "--address": ("address", "ADDRESS"),
+        "--dashboard": ("dashboard", ""),
     },
 }
 """Group -> flag -> (dotted option, what stands for the value in the help)."""

@@ -87,7 +87,11 @@ class Pipeline:
         return self.gather(calls, doing="telling its weights")
 
     def _start(self, plan: StepPlan) -> dict[Any, int]:
-        return {handle.run_step.remote(plan): index for index, handle in enumerate(self.handles)}
+        name = f"{self.arm.name} {'step' if plan.train else 'evaluation'}"  # on the dashboard
+        return {
+            handle.run_step.options(name=name).remote(plan): index
+            for index, handle in enumerate(self.handles)
+        }
 
     def _collect(self, step: int, calls: dict[Any, int]) -> Records:
         return self.gather(calls, doing=f"in step {step}", step=step)

@@ -44,6 +44,9 @@ class Observer(Protocol):
     def on_arm_end(self, arm: Mapping[str, Any]) -> None:
         """The arm as it stands in results.json."""
 
+    def on_note(self, text: str) -> None:
+        """Something the user may want to keep: where the dashboard is."""
+
     def on_warning(self, text: str) -> None:
         """Something the user should know; the run goes on."""
 
@@ -169,6 +172,9 @@ class Progress:
     def on_arm_end(self, arm: Mapping[str, Any]) -> None:
         if self.state.arms:
             self.state.arms[-1].ended = True
+
+    def on_note(self, text: str) -> None:
+        self.console.print(Text(text, style="cyan"), soft_wrap=True)
 
     def on_warning(self, text: str) -> None:
         if text not in self._warned:

@@ -84,8 +84,9 @@ class Books:
             stats[sending.edge.name] = {
                 **sending.codec.stats(),
                 "resent": float(sending.num_resent),
+                "fp32_bytes": float(sending.fp32_nbytes),
             }
-            sending.num_resent = 0
+            sending.num_resent = sending.fp32_nbytes = 0
             if sending.num_nonfinite:
                 stats[sending.edge.name]["nonfinite"] = float(sending.num_nonfinite)
                 sending.num_nonfinite = 0

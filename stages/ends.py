@@ -13,6 +13,7 @@ Lanes only run codecs. All other state of an end belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -103,6 +104,9 @@ class SendingEnd:
         self._next_seq = 0
         self._sent: dict[int, Sent] = {}
         self.num_resent = 0
+        self.fp32_nbytes = 0
+        """What the tensors sent since the last record would have taken in fp32."""
+
         self.events: list[str] = []
         self.num_nonfinite = 0
 
@@ -136,6 +140,7 @@ class SendingEnd:
 
     def encode(self, item: Sent) -> tuple[int, Any]:
         """One frame and its number, taken in the order of encoding: the receiver decodes in it."""
+        self.fp32_nbytes += 4 * math.prod(item.tensor.shape)
         return self._frame(item, self._packet(item))
 
     def forget(self) -> None:

@@ -27,6 +27,8 @@ SPEAK_RAY = {
     "ray_pipe.driver",
     "ray_pipe.pipeline",
     "ray_pipe.preflight",
+    "ray_pipe.monitoring.exporter",
+    "ray_pipe.monitoring.job_view",
 }
 """`driver` only asks Ray for its version."""
 

@@ -188,7 +188,10 @@ def test_a_flag_that_gives_the_default_changes_nothing(command: Command, flag: s
 
 def test_every_flag_with_a_default_is_in_that_list() -> None:
     flags = {flag for group in GROUPS.values() for flag in group}
-    without = {"--steps", "--eval", "--codec", "--topology", "--recompute", "--name", "--address"}
+    without = {
+        *("--steps", "--eval", "--codec", "--topology", "--recompute"),
+        *("--name", "--address", "--dashboard"),
+    }
 
     assert flags == {*DEFAULTS, *without}
 

@@ -1,0 +1,89 @@
+"""Whom the driver tells, once a step, what the cluster should see of the run.
+
+A number travels from the record of a stage through the row of its step to Ray and Prometheus.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ray_pipe.monitoring.readings import Reading, of_arm_end, of_arm_start, of_step
+from ray_pipe.results_table import show_amount
+
+if TYPE_CHECKING:
+    from ray_pipe.arms import ArmSummary
+    from ray_pipe.metrics import StepRow
+    from stages.record import StepRecord
+
+
+class Monitor:
+    """Turns what happens into readings and a line of status."""
+
+    def __init__(
+        self,
+        *,
+        export: Callable[[str, Iterable[Reading]], None] | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        """`export` takes an arm and its readings, `show` a line; without them nothing is told."""
+        self._export = export or (lambda arm, readings: None)
+        self._show = show or (lambda text: None)
+        self._arm = ""
+        self._place = ""
+        self._num_steps = 0
+
+    def on_arm(
+        self, name: str, index: int, num_arms: int, steps: int, predicted_step_s: float | None
+    ) -> None:
+        """Arm `index` (from 0) begins."""
+        self._arm, self._num_steps = name, steps
+        self._place = f"{name} ({index + 1}/{num_arms})"
+        self._export(name, of_arm_start(num_steps=steps, predicted_step_s=predicted_step_s))
+        self._show(f"{self._place}: begins, {steps} steps")
+
+    def on_step(self, row: StepRow, records: Sequence[StepRecord]) -> None:
+        """A step of the arm's own ended."""
+        self._export(row.arm, of_step(row, records))
+        parts = [f"step {row.step + 1} of {self._num_steps}"]
+        if row.loss is not None:
+            parts.append(f"loss {row.loss:.4f}")
+        if row.tokens_per_s is not None:
+            parts.append(f"{show_amount(row.tokens_per_s)} tokens/s")
+        self._show(f"{self._place}: {', '.join(parts)}")
+
+    def on_eval(self, loss: float | None) -> None:
+        """The held-out samples were evaluated."""
+        if loss is not None and math.isfinite(loss):
+            self._export(self._arm, [Reading("pipe_eval_loss", loss)])
+
+    def on_failure(self) -> None:
+        """A stage or a node failed."""
+        self._export(self._arm, [Reading("pipe_failures_total", 1)])
+        self._show(f"{self._place}: a stage failed")
+
+    def on_recovery(self, seconds: float) -> None:
+        """Training goes on, `seconds` after the failure was noticed."""
+        readings = [Reading("pipe_recoveries_total", 1)]
+        if seconds > 0:
+            readings.append(Reading("pipe_recovery_seconds_total", seconds))
+        self._export(self._arm, readings)
+        self._show(f"{self._place}: recovered in {seconds:.1f} s")
+
+    def on_arm_end(self, summary: ArmSummary) -> None:
+        """The arm has its final numbers."""
+        self._export(summary.name, of_arm_end(summary))
+        loss = f", final loss {summary.final_loss:.4f}" if summary.final_loss is not None else ""
+        self._show(f"{self._place}: done{loss}")
+
+
+@contextmanager
+def watch(run: str) -> Iterator[Monitor]:
+    """A monitor that tells Ray, which must be connected; `run` is the run's folder."""
+    from ray_pipe.monitoring.exporter import RayExporter
+    from ray_pipe.monitoring.job_view import JobMessage, submission_id
+
+    with JobMessage(run, job=submission_id()) as message:
+        yield Monitor(export=RayExporter(run).export, show=message.show)

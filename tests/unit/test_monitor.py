@@ -1,0 +1,75 @@
+"""The monitor: what the driver tells becomes readings and one line of status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from synthetic_records import make_step
+
+from ray_pipe.arms import summarize
+from ray_pipe.metrics import ArmMeter
+from ray_pipe.monitoring.monitor import Monitor
+from ray_pipe.monitoring.readings import Reading
+
+
+class Told:
+    """A monitor whose listeners remember."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[str, str, float]] = []
+        self.lines: list[str] = []
+        self.monitor = Monitor(export=self.export, show=self.lines.append)
+
+    def export(self, arm: str, readings: Iterable[Reading]) -> None:
+        self.readings += [(arm, name, value) for name, value, _ in readings]
+
+
+def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
+    told = Told()
+    meter = ArmMeter("acsgd")
+    told.monitor.on_arm("acsgd", 1, 3, 40, 0.5)
+    records = make_step(step=6, start_s=0.0, loss=3.25)
+    row = replace(meter.add(records), step_s=0.128)
+    told.monitor.on_step(row, records)
+    told.monitor.on_eval(3.0)
+    told.monitor.on_failure()
+    told.monitor.on_recovery(1.5)
+    told.monitor.on_arm_end(summarize(meter, final_window=1))
+
+    assert told.lines == [
+        "acsgd (2/3): begins, 40 steps",
+        "acsgd (2/3): step 7 of 40, loss 3.2500, 8.00k tokens/s",
+        "acsgd (2/3): a stage failed",
+        "acsgd (2/3): recovered in 1.5 s",
+        "acsgd (2/3): done, final loss 3.2500",
+    ]
+    names = [name for _, name, _ in told.readings]
+    assert {arm for arm, _, _ in told.readings} == {"acsgd"}
+    assert names[:2] == ["pipe_planned_steps", "pipe_predicted_step_seconds"]
+    assert ("acsgd", "pipe_loss", 3.25) in told.readings
+    assert told.readings[-5:] == [
+        ("acsgd", "pipe_eval_loss", 3.0),
+        ("acsgd", "pipe_failures_total", 1),
+        ("acsgd", "pipe_recoveries_total", 1),
+        ("acsgd", "pipe_recovery_seconds_total", 1.5),
+        ("acsgd", "pipe_final_loss", 3.25),
+    ]
+
+
+def test_a_step_without_a_loss_is_told_without_one() -> None:
+    told = Told()
+    records = [replace(record, loss=None) for record in make_step(step=0, start_s=0.0)]
+    told.monitor.on_arm("fp32", 0, 1, 4, None)
+    told.monitor.on_step(replace(ArmMeter("fp32").add(records), step_s=0.0), records)
+    told.monitor.on_eval(None)
+    told.monitor.on_eval(float("nan"))
+
+    assert told.lines[-1] == "fp32 (1/1): step 1 of 4"
+    assert "pipe_eval_loss" not in {name for _, name, _ in told.readings}
+
+
+def test_without_listeners_nothing_is_told() -> None:
+    records = make_step(step=0, start_s=0.0)
+
+    Monitor().on_step(ArmMeter("fp32").add(records), records)
