@@ -11,14 +11,14 @@ to. What is saved is a copy: the stage may train on while it is written.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from stages.compute import Compute
@@ -32,6 +32,20 @@ if TYPE_CHECKING:
 FORMAT = 1
 ARRAY = "$array"
 """In a tree of notes, stands for the array of that name."""
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls them."""
 
 MAX_HEADER_NBYTES = 100_000_000
 ENDS = ("activation_in", "activation_out", "gradient_in", "gradient_out")
@@ -75,10 +89,28 @@ class StageState:
         """By name in the whole model, as in `nn.Sequential(*blocks).state_dict()`."""
         return under(self.arrays, "weights/")
 
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """A safetensors file piece by piece, without a copy; the notes lie in its header."""
+        ordered = sorted(self.arrays.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, Any] = {"__metadata__": {"notes": json.dumps(self.notes)}}
+        end = 0
+        for name, array in ordered:
+            start, end = end, end + array.nbytes
+            header[name] = {
+                "dtype": DTYPES[array.dtype],
+                "shape": list(array.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        yield len(text).to_bytes(8, "little") + text
+        for _, array in ordered:
+            if array.numel():
+                yield array.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
     def to_bytes(self) -> bytes:
-        """A safetensors file; the notes lie in its header."""
-        raw: bytes = save_tensors(self.arrays, metadata={"notes": json.dumps(self.notes)})
-        return raw
+        """The file as a whole."""
+        return b"".join(self.chunks())
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> StageState:
@@ -238,6 +270,15 @@ def _load_compute(compute: Compute, state: StageState) -> None:
 
 
 # --- names and trees --------------------------------------------------------------------------
+
+
+def block_digests(module: nn.Module, first_block: int) -> dict[int, str]:
+    """What each block is made of, by its place in the model: names, kinds and shapes of weights."""
+    found = {}
+    for place, block in enumerate(block_list(module), start=first_block):
+        parts = [f"{name} {_kind(tensor)}" for name, tensor in block.state_dict().items()]
+        found[place] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return found
 
 
 def block_list(module: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,227 @@
+"""Folders that outlive a process: on this machine's disk, or behind any URI that fsspec reads.
+
+What `write` returns is on disk: written, flushed to the device, read back and compared. A local
+folder is published by one rename, so that it is there as a whole or not at all. Object stores
+know no rename; there the file that is written last (a manifest) makes the others count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+CHUNK_NBYTES = 8 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class StorageError(OSError):
+    """A folder or file that cannot be read or written; says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileNote:
+    """What a file must be to be the one that was written."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+class Folder:
+    """One folder. Makes itself when something is written."""
+
+    def __init__(self, uri: str | Path) -> None:
+        self.uri = str(uri).rstrip("/") or "/"
+        try:
+            self._fs, path = fsspec.core.url_to_fs(self.uri)
+        except (ImportError, ValueError) as error:
+            raise StorageError(
+                errno.ENOPROTOOPT,
+                f"{self.uri}: {error}; give a local folder, or install what fsspec needs for "
+                "this kind of address on every node (as s3fs for s3://)",
+            ) from None
+        self.path = str(path)
+        protocols = self._fs.protocol
+        self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
+
+    def __str__(self) -> str:
+        return self.uri
+
+    def child(self, name: str) -> Folder:
+        return Folder(f"{self.uri}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.uri.rpartition("/")[2]
+
+    # --- files ------------------------------------------------------------------------------
+
+    def write(self, name: str, chunks: Iterable[Any]) -> FileNote:
+        """Write a file and read it back; raises `StorageError` and leaves none on failure."""
+        digest, nbytes = hashlib.sha256(), 0
+
+        def counted() -> Iterator[Any]:
+            nonlocal nbytes
+            for chunk in chunks:
+                digest.update(chunk)
+                nbytes += memoryview(chunk).nbytes
+                yield chunk
+
+        where = f"{self.path}/{name}"
+        with self._explained(f"cannot write {self.uri}/{name}"):
+            try:
+                self._fs.makedirs(self.path, exist_ok=True)
+                self._put(where, counted())
+            except OSError:
+                self.remove_file(name)
+                raise
+        note = FileNote(name=name, nbytes=nbytes, sha256=digest.hexdigest())
+        self.check(note)
+        return note
+
+    def replace(self, name: str, data: bytes) -> FileNote:
+        """Write a small file in place of an older one: readers see the old or the new."""
+        if not self.is_local:
+            return self.write(name, [data])
+        note = self.write(f"{name}.part", [data])
+        with self._explained(f"cannot write {self.uri}/{name}"):
+            os.replace(f"{self.path}/{name}.part", f"{self.path}/{name}")
+            _sync_folder(self.path)
+        return FileNote(name=name, nbytes=note.nbytes, sha256=note.sha256)
+
+    def read(self, name: str) -> bytes:
+        with self._explained(f"cannot read {self.uri}/{name}"):
+            data: bytes = self._fs.cat_file(f"{self.path}/{name}")
+        return data
+
+    def check(self, note: FileNote) -> None:
+        """Raise `StorageError` unless the file is the one that was written, byte for byte."""
+        digest, nbytes = hashlib.sha256(), 0
+        with (
+            self._explained(f"cannot read {self.uri}/{note.name}"),
+            self._fs.open(f"{self.path}/{note.name}", "rb") as file,
+        ):
+            while chunk := file.read(CHUNK_NBYTES):
+                digest.update(chunk)
+                nbytes += len(chunk)
+        refuse_other(self.uri, note, nbytes, digest.hexdigest())
+
+    def has(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self.path}/{name}"))
+
+    def remove_file(self, name: str) -> None:
+        """If it is there and can be removed."""
+        with contextlib.suppress(OSError):
+            self._fs.rm_file(f"{self.path}/{name}")
+
+    # --- folders ----------------------------------------------------------------------------
+
+    def children(self) -> list[str]:
+        """Names of the folders in it, in order; empty where it does not exist."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(error.errno, f"cannot list {self.uri}: {_why(error)}") from error
+        return sorted(
+            str(entry["name"]).rstrip("/").rpartition("/")[2]
+            for entry in found
+            if entry["type"] == "directory"
+        )
+
+    def remove(self) -> None:
+        """The folder and everything in it, if it is there."""
+        with self._explained(f"cannot remove {self.uri}"):
+            if self.is_local:
+                shutil.rmtree(self.path, ignore_errors=True)
+            elif self._fs.exists(self.path):
+                self._fs.rm(self.path, recursive=True)
+
+    def aside(self) -> Folder:
+        """Where to write what `publish` makes this folder of; the folder itself on a store."""
+        return Folder(f"{self.uri}.part") if self.is_local else self
+
+    def publish(self, aside: Folder) -> None:
+        """Make `aside`, which holds the final files, this folder: by one rename where there is one.
+
+        A folder of this name from before is replaced.
+        """
+        if not self.is_local:
+            return
+        with self._explained(f"cannot publish {self.uri}"):
+            old = Folder(f"{self.uri}.old")
+            old.remove()
+            _sync_folder(aside.path)
+            if os.path.isdir(self.path):
+                os.rename(self.path, old.path)
+            os.rename(aside.path, self.path)
+            _sync_folder(os.path.dirname(self.path))
+            old.remove()
+
+    def _put(self, where: str, chunks: Iterable[Any]) -> None:
+        if not self.is_local:
+            with self._fs.open(where, "wb") as file:
+                for chunk in chunks:
+                    file.write(bytes(chunk))
+            return
+        with open(where, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(error.errno, f"{doing}: {_why(error)}") from error
+
+
+def refuse_other(where: str, note: FileNote, nbytes: int, sha256: str) -> None:
+    """Raise `StorageError` if size or content are not those of the note."""
+    if nbytes != note.nbytes:
+        raise StorageError(
+            errno.EIO,
+            f"{where}/{note.name} has {nbytes} bytes, {note.nbytes} were written: it was cut off "
+            "or changed",
+        )
+    if sha256 != note.sha256:
+        raise StorageError(
+            errno.EIO,
+            f"{where}/{note.name} has the right size but other content than was written (sha256 "
+            f"{sha256[:12]}, not {note.sha256[:12]}): it was changed or the disk is failing",
+        )
+
+
+def _why(error: OSError) -> str:
+    if error.errno in FULL:
+        return "the disk is full; free space, or choose another --checkpoint-dir"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{(error.strerror or 'not allowed').lower()}; choose a folder that may be written "
+            "with --checkpoint-dir"
+        )
+    return (error.strerror or str(error)).lower()
+
+
+def _sync_folder(path: str) -> None:
+    """A rename is on disk only when its folder is."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

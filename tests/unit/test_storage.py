@@ -1,0 +1,130 @@
+"""Folders that outlive a process: whole or not there, named errors, the same behind a URI."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stages.storage import FileNote, Folder, StorageError
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return Folder(tmp_path / "a" / "b")
+    return Folder(f"memory://{uuid.uuid4().hex}/b")
+
+
+def test_what_was_written_is_read_back(folder: Folder) -> None:
+    note = folder.write("x.bin", [b"abc", memoryview(b"def")])
+
+    assert note == FileNote(
+        name="x.bin",
+        nbytes=6,
+        sha256="bef57ec7f53a6d40beb640a780a639c83bc29ac8a9816f1fc6c5c6dcd93c4721",
+    )
+    assert folder.read("x.bin") == b"abcdef"
+    assert folder.has("x.bin")
+    assert not folder.has("y.bin")
+    folder.check(note)
+
+
+def test_a_folder_that_does_not_exist_has_no_children(folder: Folder) -> None:
+    assert folder.children() == []
+
+
+def test_children_are_folders_in_order(folder: Folder) -> None:
+    folder.child("two").write("f", [b"1"])
+    folder.child("one").write("f", [b"1"])
+    folder.write("file", [b"1"])
+
+    assert folder.children() == ["one", "two"]
+    folder.child("one").remove()
+    assert folder.children() == ["two"]
+
+
+@pytest.mark.parametrize("name", ["cut", "changed"])
+def test_a_file_that_is_not_the_one_written_is_named(folder: Folder, name: str) -> None:
+    note = folder.write("x.bin", [b"abcdef"])
+    folder.write("x.bin", [b"abc" if name == "cut" else b"abcdeX"])
+
+    words = "has 3 bytes, 6 were written" if name == "cut" else "other content"
+    with pytest.raises(StorageError, match=words):
+        folder.check(note)
+
+
+def test_a_published_folder_replaces_the_old_one_as_a_whole(folder: Folder) -> None:
+    for text in (b"old", b"new"):
+        aside = folder.aside()
+        aside.write("f", [text])
+        folder.publish(aside)
+
+    assert folder.read("f") == b"new"
+    parent = Folder(folder.uri.rpartition("/")[0])
+    assert parent.children() == ["b"]
+
+
+def test_until_it_is_published_a_local_folder_is_not_there(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "c")
+    folder.aside().write("f", [b"1"])
+
+    assert not folder.has("f")
+
+
+def test_a_small_file_is_replaced(folder: Folder) -> None:
+    folder.replace("f.json", b"one")
+    folder.replace("f.json", b"two")
+
+    assert folder.read("f.json") == b"two"
+    assert not folder.has("f.json.part")
+
+
+def test_an_unknown_kind_of_address_is_refused() -> None:
+    with pytest.raises(StorageError, match="install what fsspec needs"):
+        Folder("nosuch://bucket/x")
+
+
+def test_a_writer_that_fails_leaves_no_file(folder: Folder) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"some"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageError, match=r"cannot write .*the disk is full; free space"):
+        folder.write("x.bin", broken())
+    assert not folder.has("x.bin")
+
+
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"no small file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        folder = Folder(tmp_path)
+        first = folder.write("first", [bytes(600_000)])
+        with pytest.raises(StorageError, match=r"cannot write .*second: the disk is full"):
+            folder.write("second", [bytes(600_000)])
+
+        folder.check(first)
+        assert os.listdir(tmp_path) == ["first"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,ro", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(StorageError, match=r"read-only.*--checkpoint-dir"):
+            Folder(tmp_path).write("x", [b"1"])
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
