@@ -2,7 +2,7 @@
 
 Path: compressors.delta -> compressors.delta_coding -> compressors.kernels
 
-Twice: `Fused`, one kernel call per sample, for the uniform quantiser; `Generic`, any inner codec
+Twice: `Fused`, one kernel call per packet, for the uniform quantiser; `Generic`, any inner codec
 with Q(0) = 0, in torch operations. On a uniform quantiser both give the same packets and rows to
 the bit. Unsent coordinates (top-k, masks) decode to 0 and so keep m.
 
@@ -13,18 +13,27 @@ end to end as one sample [1, positions, channels], so that no padding enters a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from compressors.base import CodecError, Compressor, Packet, SampleKeys
 from compressors.identity import from_part, to_part
-from compressors.kernels import DeltaStats, NonFinite, check_grid, delta_decode, delta_encode
+from compressors.kernels import DeltaStats, NonFinite, check_grid, delta_encode
+from compressors.kernels_rows import delta_decode_rows, delta_encode_rows
 from compressors.quantize import Uniform
 from compressors.row_format import RowFormat, is_finite, matrix_shape
 
 Shape = tuple[int, ...]
+
+
+class GridOptions(TypedDict):
+    """What the kernels want to know of a uniform quantiser."""
+
+    bits: int
+    grid: str
+    group: int
 
 
 class Batch(NamedTuple):
@@ -49,8 +58,8 @@ class Changes(Protocol):
 
     def encode(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome: ...
     def decode(
-        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape]
-    ) -> list[tuple[Tensor, Tensor]]: ...
+        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape], outs: Sequence[Tensor]
+    ) -> list[Tensor]: ...
 
 
 class Generic:
@@ -86,33 +95,42 @@ class Generic:
         return Outcome(packet, [row for row in packed if row is not None], sums, refused)
 
     def decode(
-        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The new value of each sample, and its row."""
+        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape], outs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Write the new value of each sample into `outs`; returns its row."""
         check_shape(packet, shapes)
-        decoded = []
-        for part, old, shape in zip(unstack(self._inner.decode(packet), shapes), rows, shapes):
-            new = self._format.unpack(old, shape) + part
-            decoded.append((new, must_pack(self._format, new)))
-        return decoded
+        parts = unstack(self._inner.decode(packet), shapes)
+        new_rows = []
+        for part, old, shape, out in zip(parts, rows, shapes, outs):
+            torch.add(self._format.unpack(old, shape), part, out=out)
+            new_rows.append(must_pack(self._format, out))
+        return new_rows
 
 
 class Fused:
-    """The uniform quantiser, rounding to nearest: one kernel call for each sample and direction."""
+    """The uniform quantiser, rounding to nearest: one kernel call for each packet."""
 
     def __init__(self, inner: Uniform, row_format: RowFormat) -> None:
         self._inner = inner
         self._format = row_format
+        self._grid: GridOptions = {"bits": inner.bits, "grid": inner.grid, "group": inner.group}
 
     def encode(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome:
-        """Code each sample for itself; those that would not stay finite are left out."""
-        bits, group, grid = self._inner.bits, self._inner.group, self._inner.grid
+        """Code all samples at once; if one would not stay finite, each for itself without it."""
+        if (dense := self._rows(rows, batch.shapes)) is not None:
+            coded = delta_encode_rows(batch.values, dense, **self._grid)
+            if coded is not None:
+                codes, scales, new_rows, sums = coded
+                return Outcome(self._packet(codes, scales, batch.shapes), new_rows, sums, set())
+        return self._encode_each(batch, rows)
+
+    def _encode_each(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome:
         codes, scales, kept, sums = [], [], [], []
         refused = set()
         for i, (value, row) in enumerate(zip(batch.values, rows)):
             old = self._format.unpack(row, batch.shapes[i])
             try:
-                coded = delta_encode(value, old, bits=bits, group=group, grid=grid)
+                coded = delta_encode(value, old, **self._grid)
             except NonFinite:
                 refused.add(i)
                 continue
@@ -127,18 +145,27 @@ class Fused:
         if not kept:
             return Outcome(None, [], [], refused)
         shapes = [shape for i, shape in enumerate(batch.shapes) if i not in refused]
-        packet = Packet(
-            codec=self._inner.name,
-            shape=stacked_shape(shapes),
-            meta={"bits": bits, "grid": grid, "group": group, "dtype": "float32"},
-            parts=(to_part(torch.cat(codes)), to_part(torch.cat(scales))),
-        )
+        packet = self._packet(torch.cat(codes), torch.cat(scales), shapes)
         return Outcome(packet, kept, sums, refused)
 
+    def _packet(self, codes: Tensor, scales: Tensor, shapes: list[Shape]) -> Packet:
+        return Packet(
+            codec=self._inner.name,
+            shape=stacked_shape(shapes),
+            meta={**self._grid, "dtype": "float32"},
+            parts=(to_part(codes), to_part(scales)),
+        )
+
+    def _rows(self, rows: Sequence[Tensor], shapes: list[Shape]) -> list[Tensor] | None:
+        """Rows that the kernels take as they are; None if they are packed."""
+        if self._format.dtype is None:
+            return None
+        return [self._format.unpack(row, shape) for row, shape in zip(rows, shapes)]
+
     def decode(
-        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The new value of each sample, and its row."""
+        self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape], outs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Write the new value of each sample into `outs`; returns its row."""
         check_shape(packet, shapes)
         bits, group, grid = _grid_of(packet)
         sizes = [matrix_shape(shape) for shape in shapes]
@@ -148,19 +175,11 @@ class Fused:
         scales = from_part(
             packet.parts[1], torch.bfloat16, (positions, num_groups), codec=packet.codec
         )
-        decoded = []
-        start = 0
-        for row, shape, (length, _) in zip(rows, shapes, sizes):
-            old = self._format.unpack(row, shape)
-            part = slice(start, start + length)
-            new, new_row = delta_decode(
-                codes[part], scales[part], old, bits=bits, group=group, grid=grid
-            )
-            if self._format.dtype is None:
-                new_row = must_pack(self._format, new)
-            decoded.append((new, new_row))
-            start += length
-        return decoded
+        if (dense := self._rows(rows, shapes)) is not None:
+            return delta_decode_rows(codes, scales, dense, outs, bits=bits, group=group, grid=grid)
+        olds = [self._format.unpack(row, shape) for row, shape in zip(rows, shapes)]
+        delta_decode_rows(codes, scales, olds, outs, bits=bits, group=group, grid=grid)
+        return [must_pack(self._format, out) for out in outs]
 
 
 def changes_for(inner: Compressor, row_format: RowFormat) -> Changes:

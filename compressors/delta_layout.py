@@ -137,6 +137,14 @@ def valid_part(tensor: Tensor, position: int, shape: Shape) -> Tensor:
     return (sample[: shape[0]] if shape else sample).view(matrix_shape(shape))
 
 
+def valid_parts(tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The valid positions of every sample as matrices; views of a contiguous tensor."""
+    whole = tuple(tensor.shape[1:])
+    if tensor.numel() and all(shape == whole for shape in shapes):
+        return list(tensor.view(len(shapes), *matrix_shape(whole)).unbind())
+    return [valid_part(tensor, position, shape) for position, shape in enumerate(shapes)]
+
+
 def read_layout(packet: Packet, rows: RowMarks) -> tuple[list[Shape], frozenset[int]]:
     """Valid shapes and raw positions that a packet states, checked."""
     num = packet.shape[0] if packet.shape else -1

@@ -7,12 +7,14 @@ All or nothing: a packet of which one sample cannot be applied changes no row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from compressors.base import CodecError, NeedCold, Packet, RowMarks
 from compressors.delta_coding import check_shape, unstack
-from compressors.delta_layout import NAME, Draft, End, read_layout, valid_part
+from compressors.delta_layout import NAME, Draft, End, read_layout, valid_parts
 from compressors.visits import Kind, check_visits, groups
 
 
@@ -33,12 +35,14 @@ class Receiving:
             )
         draft = Draft(rows.ids, shapes)
         out = torch.zeros(packet.shape) if "lengths" in packet.meta else torch.empty(packet.shape)
+        matrices = valid_parts(out, shapes)
         num_nonfinite = 0
         for (kind, positions), inner in zip(found, packet.inner):
-            for position, (new, row) in zip(positions, self._read(kind, positions, inner, draft)):
+            outs = [matrices[position] for position in positions]
+            new_rows = self._read(kind, positions, inner, draft, outs)
+            for position, row in zip(positions, new_rows):
                 visit, generation = rows.visits[position], rows.generations[position]
                 draft.put(position, generation=generation, visit=visit, row=row)
-                valid_part(out, position, shapes[position]).copy_(new)
                 num_nonfinite += row is None
         self._check_sum(rows, draft)
         for sample in rows.evicted:
@@ -50,17 +54,19 @@ class Receiving:
         return out
 
     def _read(
-        self, kind: Kind, positions: list[int], inner: Packet, draft: Draft
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """The new value and the new row of each sample of an inner packet."""
+        self, kind: Kind, positions: list[int], inner: Packet, draft: Draft, outs: list[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Write the new value of each sample of an inner packet; returns its new row."""
         shapes = [draft.shapes[p] for p in positions]
         check_shape(inner, shapes)
         if kind == "warm":
             rows = [self.end.row(draft, draft.ids[p]) for p in positions]
-            return [*self.end.changes.decode(inner, rows, shapes)]
+            return self.end.changes.decode(inner, rows, shapes, outs)
         plain = kind == "raw" or inner.codec == self.end.raw.name
         news = unstack((self.end.raw if plain else self.end.first_visit).decode(inner), shapes)
-        return [(new, None if kind == "raw" else self.end.row_format.pack(new)) for new in news]
+        for new, out in zip(news, outs):
+            out.copy_(new)
+        return [None if kind == "raw" else self.end.row_format.pack(new) for new in news]
 
     def decode_evaluation(self, packet: Packet) -> Tensor:
         """The values of a packet that no row has to do with."""

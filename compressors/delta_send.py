@@ -13,7 +13,7 @@ from torch import Tensor
 from compressors.base import Packet, RowMarks, SampleKeys
 from compressors.buffers import Mark
 from compressors.delta_coding import Shape, keys_of, square, stack, unstack
-from compressors.delta_layout import NAME, Draft, End, valid_part
+from compressors.delta_layout import NAME, Draft, End, valid_parts
 from compressors.row_format import is_finite
 from compressors.visits import waves
 
@@ -30,7 +30,7 @@ class Sending:
         self, values: Tensor, shapes: list[Shape], keys: SampleKeys, *, all_cold: bool
     ) -> Packet:
         """The packet of a micro-batch; with `all_cold` no row is used and generations are new."""
-        matrices = [valid_part(values, p, shape) for p, shape in enumerate(shapes)]
+        matrices = valid_parts(values, shapes)
         draft = Draft(keys.ids, shapes)
         inner: list[Packet] = []
         raw: list[int] = []

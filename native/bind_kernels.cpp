@@ -121,6 +121,49 @@ size_t delta_decode(Address codes, Address scales, Address row, Address out, Add
                               at<float>(out), at<void>(new_row));
 }
 
+// Several samples in one call: sample i has positions[i] rows, and its codes and scales follow those
+// of the sample before it. Returns three sums for each sample; none if one could not be coded.
+std::vector<double> delta_encode_rows(const std::vector<Address>& h,
+                                      const std::vector<Address>& rows, Address codes,
+                                      Address scales, const std::vector<Address>& new_rows,
+                                      const std::vector<size_t>& positions, size_t channels,
+                                      int bits, size_t group, bool symmetric, bool row_is_bf16) {
+  const DefaultFloats floats;
+  std::vector<double> found;
+  found.reserve(3 * h.size());
+  auto* code = at<uint8_t>(codes);
+  auto* scale = at<uint16_t>(scales);
+  for (size_t i = 0; i < h.size(); ++i) {
+    const Layout layout{positions[i], channels, bits, group, symmetric};
+    Sums sums;
+    if (chosen->delta_encode(layout, at<const float>(h[i]), at<const void>(rows[i]), row_is_bf16,
+                             code, scale, at<void>(new_rows[i]), &sums))
+      return {};
+    found.insert(found.end(), {sums.delta, sums.value, sums.error});
+    code += layout.rows * layout.code_bytes();
+    scale += layout.rows * layout.num_groups();
+  }
+  return found;
+}
+
+size_t delta_decode_rows(Address codes, Address scales, const std::vector<Address>& rows,
+                         const std::vector<Address>& outs, const std::vector<Address>& new_rows,
+                         const std::vector<size_t>& positions, size_t channels, int bits,
+                         size_t group, bool symmetric, bool row_is_bf16) {
+  const DefaultFloats floats;
+  size_t bad = 0;
+  const auto* code = at<const uint8_t>(codes);
+  const auto* scale = at<const uint16_t>(scales);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Layout layout{positions[i], channels, bits, group, symmetric};
+    bad += chosen->delta_decode(layout, code, scale, at<const void>(rows[i]), row_is_bf16,
+                                at<float>(outs[i]), at<void>(new_rows[i]));
+    code += layout.rows * layout.code_bytes();
+    scale += layout.rows * layout.num_groups();
+  }
+  return bad;
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -132,6 +175,8 @@ void bind_kernels(nb::module_& m) {
   m.def("dequantize", &dequantize, Release());
   m.def("delta_encode", &delta_encode, Release());
   m.def("delta_decode", &delta_decode, Release());
+  m.def("delta_encode_rows", &delta_encode_rows, Release());
+  m.def("delta_decode_rows", &delta_decode_rows, Release());
 }
 
 }  // namespace ray_pipe

@@ -67,3 +67,33 @@ def delta_decode(
     row_is_bf16: bool,
     /,
 ) -> int: ...
+def delta_encode_rows(
+    h: list[int],
+    rows: list[int],
+    codes: int,
+    scales: int,
+    new_rows: list[int],
+    positions: list[int],
+    channels: int,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    row_is_bf16: bool,
+    /,
+) -> list[float]:
+    """|h - row|^2, |h|^2, |h - new|^2 of each sample; nothing if one could not be coded."""
+
+def delta_decode_rows(
+    codes: int,
+    scales: int,
+    rows: list[int],
+    outs: list[int],
+    new_rows: list[int],
+    positions: list[int],
+    channels: int,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    row_is_bf16: bool,
+    /,
+) -> int: ...
