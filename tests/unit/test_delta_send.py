@@ -327,6 +327,9 @@ def run_epochs(sender: Delta, receiver: Delta, disk: LateDisk | None = None) -> 
             assert sender.row_digest() == receiver.row_digest()
             sender.commit()
             receiver.commit()
+        if disk is not None:  # what was filed in this epoch is read back in the next
+            disk.gate.set()
+            receiver._store.shelf.flush()
     return outputs
 
 
