@@ -148,6 +148,13 @@ class RowStore:
         visible = self._marks.keys() | self._overlay.keys()
         return sorted(s for s in visible if self.mark(s) is not None)
 
+    def rows(self) -> list[Change]:
+        """All committed rows, least recent first, as the changes that would make them."""
+        return [
+            Change(sample, mark, self.shelf.get(sample) if mark.kept else None)
+            for sample, mark in self._marks.items()
+        ]
+
     @property
     def num_rows(self) -> int:
         return len(self._marks)

@@ -8,8 +8,9 @@ the report all read it; nobody measures anything a second time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
 LANES = ("compute", "encode", "decode", "wire", "wait", "update")
 PHASES = (
@@ -67,3 +68,13 @@ class StepRecord:
     spans: tuple[Span, ...] = ()
     events: tuple[str, ...] = ()
     """Things an operator would act on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON can hold it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_dict` was called on, also after a way through JSON."""
+        spans = tuple(Span(*span) for span in values["spans"])
+        return cls(**{**values, "spans": spans, "events": tuple(values["events"])})

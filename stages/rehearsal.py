@@ -85,35 +85,39 @@ class LocalPipeline:
 
     def __post_init__(self) -> None:
         self._cores = Cores(self.num_cores)
-        costs = list(self.costs) or [StageCosts()] * len(self.specs)
-        self._costs = costs
-        self.stages = []
+        self._costs = list(self.costs) or [StageCosts()] * len(self.specs)
         self._deliveries: set[asyncio.Task[None]] = set()
-        for spec, own in zip(self.specs, costs, strict=True):
-            recorder = Recorder()
-            lanes = Lanes(
-                receive=CostLane(self._cores, own, recorder),
-                compute=CostLane(self._cores, own, recorder),
-                transmit=CostLane(self._cores, own, recorder),
-            )
-            options: dict[str, Any] = {}
-            if self.codec_for is not None:
-                options["codec_for"] = self.codec_for
-            if self.wire is not None:
-                options["wire"] = self.wire
-            if self.wrap_link is not None:
-                options["wrap_link"] = self.wrap_link
-            self.stages.append(
-                assemble(
-                    spec,
-                    compute=self.compute_of(spec.index),
-                    samples=self.samples,
-                    lanes=lanes,
-                    recorder=recorder,
-                    deliver_to=self._deliver_from(spec.index),
-                    **options,
-                )
-            )
+        self.stages = [self.make(index) for index in range(len(self.specs))]
+
+    def make(self, index: int) -> Stage:
+        """A new stage; put in the place of an old one it is what a restarted process would be."""
+        spec, costs = self.specs[index], self._costs[index]
+        recorder = Recorder()
+        lanes = Lanes(
+            receive=self.lane(costs, recorder),
+            compute=self.lane(costs, recorder),
+            transmit=self.lane(costs, recorder),
+        )
+        options: dict[str, Any] = {}
+        if self.codec_for is not None:
+            options["codec_for"] = self.codec_for
+        if self.wire is not None:
+            options["wire"] = self.wire
+        if self.wrap_link is not None:
+            options["wrap_link"] = self.wrap_link
+        return assemble(
+            spec,
+            compute=self.compute_of(spec.index),
+            samples=self.samples,
+            lanes=lanes,
+            recorder=recorder,
+            deliver_to=self._deliver_from(spec.index),
+            **options,
+        )
+
+    def lane(self, costs: StageCosts, recorder: Recorder) -> CostLane:
+        """A lane on the cores that all stages share."""
+        return CostLane(self._cores, costs, recorder)
 
     async def run(self, plans: Iterable[StepPlan]) -> list[list[StepRecord]]:
         """Run all steps as the driver does: each stage starts the next when it is done."""

@@ -15,6 +15,7 @@ before the answer is in doubt: what the next plan says resolves it, see `run`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from stages.books import Books
 from stages.compute import Compute
 from stages.control import Control
 from stages.ends import FRAMES, WireFormat, turn_of
+from stages.keeper import Keeper
 from stages.lanes import Recorder
 from stages.optim import clip_factor, exact_sums
 from stages.passes import Passes, Samples
@@ -91,7 +93,13 @@ class Stage:
         self._running: asyncio.Task[Any] | None = None
         self._why = ""
         self._is_stopped = False
+        self._is_spoilt = False
         self._background: set[asyncio.Task[Any]] = set()
+        self.keeper: Keeper | None = None
+        """Writes the stage's black box, if it has one."""
+
+        self.on_point: Callable[[str, StepPlan], None] | None = None
+        """Called where a test may want the stage to end; see `stages.mishap`."""
 
     @property
     def turn(self) -> Turn:
@@ -136,7 +144,10 @@ class Stage:
                 raise StageAborted(f"stage {self.index} was told to stop: {self._why}") from None
             raise
         self._running = None
-        return self.record(plan, start, norm)
+        record = self.record(plan, start, norm)
+        if self.keeper is not None and plan.train:
+            self.keeper.keep(record)
+        return record
 
     async def begin(self, plan: StepPlan) -> None:
         """Open the step: frames of it may be decoded from now on."""
@@ -217,7 +228,8 @@ class Stage:
         elif self._state == "running":
             await self._rollback()
         else:
-            self._state = "idle"  # the update itself failed: only a checkpoint helps
+            self._state = "idle"  # the update itself failed: only a saved state helps
+            self._is_spoilt = True
 
     async def _rollback(self) -> None:
         """Each lane ends what it is doing, then forgets."""
@@ -241,7 +253,9 @@ class Stage:
     async def _forward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
         source = None
         if self.wiring.activation_in is not None:
+            self._pass("recv F", plan, micro_batch)
             source = await self._take(self.wiring.activation_in, plan, micro_batch)
+        self._pass("F", plan, micro_batch)
         output = await self.lanes.compute.run(
             "forward",
             f"F{micro_batch}",
@@ -253,18 +267,22 @@ class Stage:
         )
         if self.wiring.activation_out is not None:
             assert output is not None
+            self._pass("send F", plan, micro_batch)
             keys = self.passes.keys(plan, micro_batch)
             sends.create_task(self.wiring.activation_out.send(plan.turn, micro_batch, output, keys))
 
     async def _backward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
         gradient = None
         if self.wiring.gradient_in is not None:
+            self._pass("recv B", plan, micro_batch)
             gradient = await self._take(self.wiring.gradient_in, plan, micro_batch)
+        self._pass("B", plan, micro_batch)
         sent_back = await self.lanes.compute.run(
             "backward", f"B{micro_batch}", micro_batch, self.compute.backward, micro_batch, gradient
         )
         if self.wiring.gradient_out is not None:
             assert sent_back is not None
+            self._pass("send B", plan, micro_batch)
             keys = self.passes.keys(plan, micro_batch)
             sends.create_task(
                 self.wiring.gradient_out.send(plan.turn, micro_batch, sent_back, keys)
@@ -287,8 +305,11 @@ class Stage:
         """Agree on the norm, update, commit; returns the global gradient norm."""
         control, turn, deadline_s = self.control, plan.turn, plan.deadline_s
         loop = asyncio.get_running_loop()
+        self._pass("norm", plan)
         own = await self.lanes.compute.run("update", "norm", -1, self.compute.squared_norms)
         start = loop.time()
+        if self.keeper is not None:
+            await self.keeper.settled()  # all boxes hold the step before when this one commits
         sums = exact_sums(own)
         if not self.is_last:
             answer = await control.hear("norms", turn, source=self.index + 1, deadline_s=deadline_s)
@@ -301,6 +322,7 @@ class Stage:
         else:
             control.tell(self.index - 1, turn, {"op": "norms", "sums": sums})
             self._state = "prepared"
+            self._pass("prepared", plan)
             answer = await control.hear("go", turn, source=0, deadline_s=deadline_s)
             self._state = "committing"
             norm, factor = answer["norm"], answer["factor"]
@@ -331,10 +353,13 @@ class Stage:
 
     def finish(self, plan: StepPlan, factor: float) -> None:
         """Update and commit: from here on the step has happened (in the compute lane)."""
+        self._pass("update", plan)
         self.compute.update(lr=plan.lr, factor=factor)
+        self._pass("commit", plan)
         for end in self.wiring.ends():
             end.codec.commit()
         self.committed = plan.step
+        self._pass("committed", plan)
 
     def close(self) -> None:
         """Let go of what was kept in case it had to be sent again."""
@@ -354,6 +379,8 @@ class Stage:
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
         """What this stage did in the step that just ended."""
         events, self.control.events = self.control.events, []
+        if self.keeper is not None:
+            events, self.keeper.events = [*events, *self.keeper.events], []
         return self._books.record(
             plan,
             start=start,
@@ -382,12 +409,24 @@ class Stage:
         Raises `StateError`, and changes nothing, if it is the state of another stage. Turns still
         rise: a stage that has run later steps needs a higher `attempt` to repeat them.
         """
+        await self.settle()
+        await restore_state(self, state)
+        self.committed = state.step
+        self._is_spoilt = False
+
+    async def settle(self) -> None:
+        """After an abort: end what is still going on, and a doubt as if nobody had committed."""
+        while self._background:
+            await asyncio.wait(list(self._background))
         self._check_between_steps()
         if self._doubt is not None:
             await self._rollback()
             self._doubt = None
-        await restore_state(self, state)
-        self.committed = state.step
+
+    @property
+    def intact(self) -> int | None:
+        """The step whose commit left this stage as it is; None if an update failed half-way."""
+        return None if self._is_spoilt else self.committed
 
     def _check_between_steps(self) -> None:
         if self._state != "idle" or self._running is not None or self._background:
@@ -427,6 +466,10 @@ class Stage:
         if end is not None and self._state in ("running", "prepared"):
             seq, micro_batch = body.get("seq"), body.get("mb", -1)
             self._spawn(end.resend(turn_of(header), seq=seq, micro_batch=micro_batch))
+
+    def _pass(self, point: str, plan: StepPlan, micro_batch: int | None = None) -> None:
+        if self.on_point is not None:
+            self.on_point(point if micro_batch is None else f"{point}{micro_batch}", plan)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work, name=f"stage {self.index}: {work.__qualname__}")

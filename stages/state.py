@@ -145,16 +145,9 @@ def read_notes(raw: bytes | memoryview) -> dict[str, Any]:
 async def gather_state(stage: Stage) -> StageState:
     """Copy everything, each part in the lane that owns it."""
     arrays, notes = await stage.lanes.compute.run(
-        "sync", "save", -1, _compute_parts, stage.compute, stage.first_block
+        "sync", "save", -1, compute_parts, stage.compute, stage.first_block
     )
-    notes |= {
-        "format": FORMAT,
-        "step": stage.committed,
-        "attempt": max(0, stage.turn.attempt),
-        "stage": stage.index,
-        "num_stages": stage.num_stages,
-        "codec": {},
-    }
+    notes |= notes_of(stage)
     for name, end in ends_of(stage.wiring).items():
         lane = stage.lanes.transmit if isinstance(end, SendingEnd) else stage.lanes.receive
         state = await lane.run("sync", "save", -1, end.codec.state_dict)
@@ -163,6 +156,18 @@ async def gather_state(stage: Stage) -> StageState:
             "state": to_tree(state, f"codec/{name}", arrays),
         }
     return StageState(arrays=arrays, notes=notes)
+
+
+def notes_of(stage: Stage) -> dict[str, Any]:
+    """Which stage it is and how far it came; its codecs are still to be added."""
+    return {
+        "format": FORMAT,
+        "step": stage.committed,
+        "attempt": max(0, stage.turn.attempt),
+        "stage": stage.index,
+        "num_stages": stage.num_stages,
+        "codec": {},
+    }
 
 
 async def restore_state(stage: Stage, state: StageState) -> None:
@@ -217,18 +222,24 @@ def check_fits(stage: Stage, state: StageState) -> None:
             )
 
 
-def _compute_parts(compute: Compute, first_block: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def compute_parts(
+    compute: Compute, first_block: int, *, live: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights, optimizer and random numbers: copies, or `live` what changes at the next update."""
     module = compute.module
     blocks = block_list(module)
+    keep = Tensor.detach if live else _copy
+    parameters = _parameters(module, first_block)
     arrays = {
-        f"weights/{name}": _copy(tensor)
+        # A buffer (of a batch norm) changes in the forward pass already.
+        f"weights/{name}": keep(tensor) if name in parameters else _copy(tensor)
         for name, tensor in _global_names(module, first_block).items()
     }
     values: dict[str, Any] = {}  # what an optimizer keeps beside tensors
-    for name, parameter in _parameters(module, first_block).items():
+    for name, parameter in parameters.items():
         for key, value in compute.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                arrays[f"optimizer/{name}/{key}"] = _copy(value)
+                arrays[f"optimizer/{name}/{key}"] = keep(value)
             else:
                 values.setdefault(name, {})[key] = value
     for index, numbers in enumerate(compute.random_state):
