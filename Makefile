@@ -8,12 +8,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt $(wildcard native/*)
 
-.PHONY: demo test test-cluster quick check fmt bench clean
+.PHONY: demo test test-chaos test-cluster quick check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
 	@echo "make test    the whole test suite"
+	@echo "make test-chaos     kill, stop and corrupt: every action of every stage (about 10 minutes)"
 	@echo "make test-cluster   several hosts with real slow links on this machine (root, 10 minutes)"
 	@echo "make quick   unit and contract tests only (under a minute)"
 	@echo "make check   format, lint and types"
@@ -32,7 +33,10 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not ray and not cluster"
+	$(BIN)/python -m pytest -m "not slow and not ray and not cluster and not chaos"
+
+test-chaos: $(READY)
+	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos
 
 test-cluster: $(READY)
 	$(BIN)/python -m pytest -m cluster tests/cluster
