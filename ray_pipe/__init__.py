@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ray_pipe.config import (
         CodecConfig,
         DataConfig,
+        FaultsConfig,
         ModelConfig,
         NetworkConfig,
         OptimConfig,
@@ -35,6 +36,7 @@ _HOMES = {
     "ray_pipe.config": (
         "CodecConfig",
         "DataConfig",
+        "FaultsConfig",
         "ModelConfig",
         "NetworkConfig",
         "OptimConfig",
@@ -59,6 +61,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DataError",
+    "FaultsConfig",
     "ModelConfig",
     "NetworkConfig",
     "OptimConfig",

@@ -23,6 +23,7 @@ from ray_pipe.options import check_section, option, plain
 from ray_pipe.sections import (
     CodecConfig,
     DataConfig,
+    FaultsConfig,
     ModelConfig,
     NetworkConfig,
     OptimConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CodecConfig",
     "ConfigError",
     "DataConfig",
+    "FaultsConfig",
     "ModelConfig",
     "NetworkConfig",
     "OptimConfig",
@@ -80,8 +82,8 @@ class RunConfig:
     """Measure the loss on held-out samples after each epoch."""
 
     deadline_s: float = option(60.0, above=0.0, below=math.inf, unit="duration")
-    """Shortest time that a stage waits for its neighbour before it gives up; grows with the
-    measured step time."""
+    """Time that a stage waits for its neighbour before it gives up, until step times were
+    measured; see faults.min_deadline_s."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -89,6 +91,7 @@ class RunConfig:
     codec: CodecConfig = field(default_factory=CodecConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     name_is_generated: bool = field(default=False, init=False, repr=False, compare=False)
     links_are_given: bool = field(default=False, init=False, repr=False, compare=False)

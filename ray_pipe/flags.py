@@ -54,6 +54,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--name": ("name", "NAME"),
         "--out": ("out", "DIR"),
         "--address": ("address", "ADDRESS"),
+        "--max-failures": ("faults.max_failures", "N"),
         "--dashboard": ("dashboard", ""),
     },
 }

@@ -259,3 +259,25 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="optim.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """What a run survives, and how."""
+
+    max_failures: int = option(3, low=-1)
+    """Failures after which the run ends; 0: the first one ends it, -1: no limit. Each time the
+    stages go back to the last step that all of them have, and repeat what came after."""
+
+    black_box: str = "auto"
+    """Folder on each node where a stage keeps its last two steps outside its process, off, or
+    auto: /dev/shm if it has room, else the folder for temporary files."""
+
+    min_deadline_s: float = option(10.0, above=0.0, below=math.inf, unit="duration")
+    """Shortest wait for a neighbour that counts as a failure, once step times were measured:
+    then a wait may take four median steps and ten times their deviation."""
+
+    def __post_init__(self) -> None:
+        check_section(self, prefix="faults.")
+        if not self.black_box.strip():
+            raise ConfigError("faults.black_box is empty; give a folder, auto, or off.")

@@ -23,6 +23,7 @@ from ray_pipe.config import (
     CodecConfig,
     ConfigError,
     DataConfig,
+    FaultsConfig,
     ModelConfig,
     NetworkConfig,
     OptimConfig,
@@ -36,7 +37,15 @@ from ray_pipe.errors import StageDied
 from ray_pipe.options import option_docs
 from ray_pipe.settings_file import read_settings, show_settings
 
-SECTIONS = (CodecConfig, DataConfig, ModelConfig, NetworkConfig, OptimConfig, PipelineConfig)
+SECTIONS = (
+    CodecConfig,
+    DataConfig,
+    FaultsConfig,
+    ModelConfig,
+    NetworkConfig,
+    OptimConfig,
+    PipelineConfig,
+)
 
 
 def refusal(*given_settings: str) -> str:
@@ -247,11 +256,18 @@ def test_any_other_setting_is_refused_by_name_and_never_crashes(key: str, value:
         RunConfig(name="x").with_overrides([f"{key}={value}"])
 
 
+def test_an_empty_folder_for_black_boxes_and_a_negative_limit_are_refused() -> None:
+    assert refusal("faults.black_box=") == (
+        "faults.black_box is empty; give a folder, auto, or off."
+    )
+    assert "faults.max_failures" in refusal("faults.max_failures=-2")
+
+
 def test_every_option_has_a_meaning_below_it() -> None:
     for section in SECTIONS:
         missing = {f.name for f in dataclasses.fields(section)} - option_docs(section).keys()
         assert not missing, section
-    sections = {"model", "data", "pipeline", "codec", "network", "optim"}
+    sections = {section.__name__.removesuffix("Config").lower() for section in SECTIONS}
     options = {f.name for f in dataclasses.fields(RunConfig) if f.init} - sections
     assert options <= option_docs(RunConfig).keys()
 

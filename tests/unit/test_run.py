@@ -176,6 +176,7 @@ DEFAULTS = {
     "--transport": "push",
     "--precision": "fp32",
     "--out": "runs",
+    "--max-failures": "3",
 }
 
 
