@@ -24,6 +24,8 @@ MAY_IMPORT = {
 SPEAK_RAY = {
     "stages.actor",
     "ray_pipe.cluster",
+    "ray_pipe.doctor_probe",
+    "ray_pipe.doctor_rounds",
     "ray_pipe.driver",
     "ray_pipe.pipeline",
     "ray_pipe.preflight",
