@@ -17,17 +17,21 @@ from typing import Any
 from bench import arguments, load, markdown, stage_actors, train_arm, write
 
 PAPER_RATIO = 4.9
-MICRO_BATCHES, MICRO_BATCH_SIZE = 8, 32
-"""Twice the default each: filling and draining the pipeline then weigh less, and a micro-batch
-computes for the 50 ms that a message through Ray should be worth."""
+SHAPE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 32, "data.num_samples": 512}
+"""Many micro-batches, as in the paper (32), so that filling and draining the pipeline weigh little;
+large ones, so that each computes for the 50 ms that a message through Ray should be worth."""
+
+SLOW_SHAPE = {"pipeline.micro_batches": 8, "pipeline.micro_batch_size": 16, "data.num_samples": 256}
+"""For links on which fp32 would take hours otherwise."""
+
+SLOW_BPS = 20e6
 PROBES = 3
 
 
 def main() -> None:
     parser = arguments("speed", __doc__ or "")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rates", default="paper,10e6,100e6,1e9")
     parser.add_argument("--arms", default="fp32,directq,acsgd,acsgd+zstd")
     parser.add_argument("--keep", action="store_true", help="keep other rates of an earlier run")
@@ -35,12 +39,16 @@ def main() -> None:
 
     from netsim.units import show_bandwidth
 
-    base: dict[str, Any] = {"epochs": args.epochs, "data.num_samples": args.samples}
+    base: dict[str, Any] = {"epochs": args.epochs}
     found = []
     with stage_actors(4) as actors:
-        base["pipeline.micro_batches"] = MICRO_BATCHES
-        base["pipeline.micro_batch_size"] = MICRO_BATCH_SIZE
-        probe = {"codec.name": "fp32", "network.bandwidth_bps": 100e6, "epochs": None, "steps": 2}
+        probe = {
+            **SHAPE,
+            "codec.name": "fp32",
+            "network.bandwidth_bps": 100e6,
+            "epochs": None,
+            "steps": 2,
+        }
         ratio = median(
             train_arm(actors, {**base, **probe})["link_to_compute"] for _ in range(PROBES)
         )
@@ -50,9 +58,10 @@ def main() -> None:
         )
         for rate in args.rates.split(","):
             bps = paper_bps if rate == "paper" else float(rate)
+            settings = {**base, **(SLOW_SHAPE if bps < SLOW_BPS else SHAPE)}
+            settings["network.bandwidth_bps"] = bps
             rounds = [
-                train_round(actors, args.arms.split(","), {**base, "network.bandwidth_bps": bps})
-                for _ in range(args.rounds)
+                train_round(actors, args.arms.split(","), settings) for _ in range(args.rounds)
             ]
             arms = [middle(list(turns)) for turns in zip(*rounds, strict=True)]
             compare(arms)
@@ -141,7 +150,7 @@ def codec_share(arm: dict[str, Any]) -> float:
     costs, step_s = arm["costs"], arm["step_s"]
     edges = 2 * (len(costs) - 1)
     per = sum(own.get("encode", 0.0) + own.get("decode", 0.0) for own in costs) / len(costs)
-    return per * edges * MICRO_BATCHES / (2 * step_s)
+    return per * edges * int(arm["settings"]["pipeline.micro_batches"]) / (2 * step_s)
 
 
 if __name__ == "__main__":
