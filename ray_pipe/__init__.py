@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray_pipe.checkpoint_files import Checkpoint, CheckpointError
     from ray_pipe.config import (
+        CheckpointConfig,
         CodecConfig,
         DataConfig,
         FaultsConfig,
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ray_pipe.checkpoint_files": ("Checkpoint", "CheckpointError"),
     "ray_pipe.config": (
+        "CheckpointConfig",
         "CodecConfig",
         "DataConfig",
         "FaultsConfig",
@@ -56,6 +60,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointError",
     "ClusterError",
     "CodecConfig",
     "ConfigError",

@@ -21,6 +21,7 @@ from ray_pipe.codec_names import canonical_codec
 from ray_pipe.errors import ConfigError
 from ray_pipe.options import check_section, option, plain
 from ray_pipe.sections import (
+    CheckpointConfig,
     CodecConfig,
     DataConfig,
     FaultsConfig,
@@ -31,6 +32,7 @@ from ray_pipe.sections import (
 )
 
 __all__ = [
+    "CheckpointConfig",
     "CodecConfig",
     "ConfigError",
     "DataConfig",
@@ -92,6 +94,7 @@ class RunConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     name_is_generated: bool = field(default=False, init=False, repr=False, compare=False)
     links_are_given: bool = field(default=False, init=False, repr=False, compare=False)

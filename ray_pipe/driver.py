@@ -21,6 +21,9 @@ from typing import Any
 from compressors import kernels
 from netsim.units import show_bandwidth
 from ray_pipe.arms import REFERENCE, ArmSummary, compare, summarize, time_to_target
+from ray_pipe.checkpoint import Saver
+from ray_pipe.checkpoint_files import Checkpoint
+from ray_pipe.checkpointing import RunCheckpoints
 from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
@@ -55,6 +58,9 @@ class Outcome:
     states: list[dict[str, Any]] = field(default_factory=list)
     """Weights and optimizer of each stage of the last arm."""
 
+    checkpoint: Checkpoint | None = None
+    """The newest of the last arm, after its own steps."""
+
 
 @dataclass(kw_only=True)
 class Trained:
@@ -69,6 +75,7 @@ class Trained:
     states: list[dict[str, Any]] = field(default_factory=list)
     """Weights and optimizer of each stage after the arm's own steps, if they were asked for."""
 
+    saver: Saver | None = None
     eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
     """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
 
@@ -76,6 +83,8 @@ class Trained:
         """A step's row. The cluster hears of it, and its spans are kept for the trace: of a long
         run those of its beginning and its end."""
         row = self.meter.add(records)
+        if self.saver is not None:
+            self.saver.recorded(row.step)
         self.monitor.on_step(row, records)
         if len(self.meter.rows) <= KEPT_STEPS:
             self.first_records += records
@@ -112,6 +121,12 @@ def run(
     check_corpus(config, work.num_train)
     for text in check_repeat_visits(config, work.num_train):
         observer.on_warning(text)
+    checkpoints = RunCheckpoints.find(
+        config,
+        arms_of(config, work),
+        on_warning=observer.on_warning,
+        on_phase=observer.on_phase,
+    )
 
     trained: list[Trained] = []
     epoch_s = time.time()
@@ -125,6 +140,7 @@ def run(
         plan |= _plan_of(config, workload)
         arms = arms_of(config, work)
         path = config.make_folder()
+        checkpoints.open(config, path)
         if config.dashboard or dashboard:
             observer.on_note(show_dashboard(dashboard))
         observer.on_phase(f"starting {config.pipeline.stages} stages")
@@ -135,6 +151,13 @@ def run(
                 watch(path.name) as monitor,
             ):
                 for index, arm in enumerate(arms):
+                    if checkpoints.is_done(arm):
+                        one = Trained(arm=arm, prediction=None, meter=ArmMeter(arm.name, sink=sink))
+                        checkpoints.restore(one)
+                        trained.append(one)
+                        observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                        observer.on_arm_end(one.summary().as_dict())
+                        continue
                     pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
                     one.monitor = monitor
                     trained.append(one)
@@ -142,19 +165,24 @@ def run(
                     observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                     predicted = one.prediction.step_s if one.prediction else None
                     monitor.on_arm(arm.name, index, len(arms), arm.num_steps, predicted)
+                    checkpoints.begin(pipeline, one)
                     train(pipeline, one, observer.on_step)
+                    checkpoints.end_steps(pipeline, one)
                     if want_states and index == len(arms) - 1:
                         one.states = pipeline.state_dicts()
                     target = target_of(trained)
                     if target is not None:
                         observer.on_phase(f"{arm.name}: on to fp32's final loss of {target:.4f}")
                         train_on(pipeline, one, target)
+                    checkpoints.end(one)
                     summary = one.summary()
                     monitor.on_arm_end(summary)
                     observer.on_arm_end(summary.as_dict())
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
             results = results_of(config, summaries, trained)
+            if checkpoints.resumed:
+                results["resumed"] = dict(checkpoints.resumed)
             write_all(path, results, trained, observer)
     observer.on_end(results, path)
     return Outcome(
@@ -162,6 +190,7 @@ def run(
         path=path,
         summaries=summaries,
         states=trained[-1].states if trained else [],
+        checkpoint=checkpoints.newest,
     )
 
 
@@ -205,8 +234,10 @@ def train(
     """The training loop: the stages work, the driver notes what they did."""
     arm = one.arm
     per_round = arm.order.steps_per_epoch if arm.workload.num_held_out else arm.num_steps
+    done = len(one.meter.rows)  # more than 0 in a run that was resumed
     for first in range(0, arm.num_steps, per_round):
-        steps = range(first, min(first + per_round, arm.num_steps))
+        last = min(first + per_round, arm.num_steps) - 1
+        steps = range(max(first, done), last + 1)
         for records in pipeline.train(steps):
             row = one.add(records)
             pipeline.arm = replace(
@@ -214,10 +245,10 @@ def train(
                 deadline_s=max(pipeline.arm.deadline_s, DEADLINE_STEPS * row.step_s),
             )
             on_step(arm.name, row.as_dict())
-        if arm.workload.num_held_out:
-            records = pipeline.evaluate(arm.evaluation(steps[-1]))
+        if arm.workload.num_held_out and last not in [step for _, step, _ in one.eval_losses]:
+            records = pipeline.evaluate(arm.evaluation(last))
             one.meter.skip(records)
-            one.eval_losses.append((one.meter.rows[-1].wall_s, steps[-1], records[-1].loss))
+            one.eval_losses.append((one.meter.rows[-1].wall_s, last, records[-1].loss))
             one.monitor.on_eval(records[-1].loss)
 
 
@@ -264,7 +295,7 @@ def results_of(
     return {
         "schema": RESULTS_SCHEMA,
         "name": config.name,
-        "config": config.to_dict(),
+        "config": replace(config, checkpoint=replace(config.checkpoint, resume=None)).to_dict(),
         "native": kernels.core() == "native",
         "arms": arms,
         "limits": limits_of(trained),

@@ -50,6 +50,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--recompute": ("pipeline.recompute", ""),
         "--precision": ("pipeline.precision", "NAME"),
     },
+    "checkpoints": {
+        "--checkpoint-every": ("checkpoint.every", "STEPS"),
+        "--keep-checkpoints": ("checkpoint.keep", "N"),
+        "--checkpoint-dir": ("checkpoint.dir", "DIR|URI"),
+        "--resume": ("checkpoint.resume", "PATH|auto"),
+    },
     "run": {
         "--name": ("name", "NAME"),
         "--out": ("out", "DIR"),
@@ -59,6 +65,9 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """Group -> flag -> (dotted option, what stands for the value in the help)."""
+
+WITHOUT_VALUE = {"--resume": "auto"}
+"""Flags that may stand alone, and what they mean then."""
 
 EXAMPLES = """\
 examples:
@@ -73,9 +82,9 @@ examples:
   python -m ray_pipe.run --show-config > run.yaml
       every option with its meaning; edit, then run with --config run.yaml
 
-later beats earlier: defaults, --config, flags, --set. Rates are in bits (100Mbps, 1.5 Gbit/s) or
-bytes (12.5 MB/s) as written. Exit status: 0 done, 1 training failed, 2 bad flag or file, 130
-stopped by Ctrl-C.
+later beats earlier: defaults, those of a resumed run, --config, flags, --set. Rates are in bits
+(100Mbps, 1.5 Gbit/s) or bytes (12.5 MB/s) as written. Exit status: 0 done, 1 training failed,
+2 bad flag or file, 130 stopped by Ctrl-C.
 """
 
 
@@ -103,7 +112,12 @@ def make_parser() -> FlagParser:
         group = parser.add_argument_group(title)
         for flag, (dotted, metavar) in flags.items():
             text = _help(dotted).replace("%", "%%")
-            if metavar:
+            if flag in WITHOUT_VALUE:
+                group.add_argument(
+                    flag, dest=dotted, metavar=metavar, nargs="?", const=WITHOUT_VALUE[flag],
+                    help=text,
+                )  # fmt: skip
+            elif metavar:
                 group.add_argument(flag, dest=dotted, metavar=metavar, help=text)
             else:
                 group.add_argument(flag, dest=dotted, action="store_const", const="true", help=text)
@@ -160,10 +174,40 @@ def build_config(args: argparse.Namespace) -> RunConfig:
     if args.config:
         layers.append((args.config, read_settings(args.config)))
     given = parse_settings(args.set)
+    own = _settings_to_resume([*(layer for _, layer in layers), values, given])
+    if own is not None:
+        layers.insert(0, own)
     # A codec by --set is no wish for one arm where the same command line says what to compare.
     if "compare" in values and {"codec", "codec.name"} & given.keys():
         given.setdefault("compare", values["compare"])
     return RunConfig.from_layers([*layers, (labels, values), ("--set", given)])
+
+
+def _settings_to_resume(layers: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """The settings of the run that is to be resumed, as a layer below all others."""
+
+    def wish(section: str, key: str) -> Any:
+        dotted = f"{section}.{key}" if section else key
+        found = None
+        for layer in layers:
+            nested = layer.get(section)
+            if isinstance(nested, Mapping) and nested.get(key) is not None:
+                found = nested[key]
+            if layer.get(dotted) is not None:
+                found = layer[dotted]
+        return found
+
+    resume = wish("checkpoint", "resume")
+    if not resume:
+        return None
+    from ray_pipe.saved_settings import saved_settings
+
+    return saved_settings(
+        str(resume),
+        out=str(wish("", "out") or RunConfig().out),
+        name=str(wish("", "name") or ""),
+        folder=wish("checkpoint", "dir"),
+    )
 
 
 def _help(dotted: str) -> str:

@@ -73,6 +73,11 @@ class Ledger:
         """Steps from `step` on run again (recovery); what they sent before stays counted."""
         self._last_step = {stage: min(last, step - 1) for stage, last in self._last_step.items()}
 
+    def restore(self, sent: Sent) -> None:
+        """Begin with what was counted before the run was stopped."""
+        self._sent = {link: dict(kinds) for link, kinds in sent.items()}
+        self._owner, self._last_step = {}, {}
+
     def by_link(self) -> Sent:
         """Bytes by link and kind, links in order; kinds that never occurred are left out."""
         return {link: dict(self._sent[link]) for link in sorted(self._sent)}

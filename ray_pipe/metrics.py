@@ -91,6 +91,7 @@ class ArmMeter:
         self._overtime_ledger = Ledger()
         self._sink = sink
         self._origin_s: float | None = None
+        self._wall_before_s = 0.0
         self._stage_end: dict[int, float] = {}
 
     def add(self, records: Sequence[StepRecord], *, overtime: bool = False) -> StepRow:
@@ -99,7 +100,7 @@ class ArmMeter:
         records = _one_for_each_stage(records)
         origin = min(record.start_s for record in records)
         if self._origin_s is None:
-            self._origin_s = origin
+            self._origin_s = origin - self._wall_before_s
         previous_end = max(self._stage_end.values(), default=origin)
         end = max(record.end_s for record in records)
         row = StepRow(
@@ -126,6 +127,17 @@ class ArmMeter:
         if self._sink is not None:
             self._sink.write(row)
         return row
+
+    def restore(
+        self, *, rows: Sequence[StepRow], overtime: Sequence[StepRow] = (), sent: Sent
+    ) -> None:
+        """Begin with the rows of before the run was stopped; wall time goes on after them."""
+        self.rows, self.overtime = list(rows), list(overtime)
+        self.ledger.restore(sent)
+        self._wall_before_s = rows[-1].wall_s if rows else 0.0
+        if self._sink is not None:
+            for row in (*rows, *overtime):
+                self._sink.write(row)
 
     def skip(self, records: Sequence[StepRecord]) -> None:
         """Leave a stretch that was no training (an evaluation) out of all times."""

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from compressors import kernels
+from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.errors import ClusterError, StageDied, TrainingError
 from ray_pipe.plans import Arm
@@ -28,6 +30,7 @@ from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.schedule import Action, actions_of
 from stages.stage import StageAborted
+from stages.state import StageState
 
 AHEAD = 2
 """Steps in flight: the running one and the next."""
@@ -48,6 +51,9 @@ class Pipeline:
         self.arm = arm
         self.handles = actors.handles
         self._running: deque[tuple[int, dict[Any, int]]] = deque()
+        self.on_sent: Callable[[int], None] | None = None
+        """Told each step once it was sent to the stages: what is sent next comes after it."""
+
         samples = ray.put(arm.workload.samples)
         last = len(self.handles) - 1
         specs = arm.specs(epoch_s=epoch_s, generation=next(_generations))
@@ -67,6 +73,8 @@ class Pipeline:
         """
         for step in range(self.arm.num_steps) if steps is None else steps:
             self._running.append((step, self._start(self.arm.plan(step))))
+            if self.on_sent is not None:
+                self.on_sent(step)
             if len(self._running) == AHEAD:
                 yield self._collect(*self._running.popleft())
         while self._running:
@@ -85,6 +93,46 @@ class Pipeline:
         """Weights and optimizer of each stage."""
         calls = {handle.state_dict.remote(): i for i, handle in enumerate(self.handles)}
         return self.gather(calls, doing="telling its weights")
+
+    def load_states(self, states: Sequence[StageState]) -> None:
+        """Make each stage what it was; between steps."""
+        calls = {
+            handle.load_state.remote(np.frombuffer(state.to_bytes(), dtype=np.uint8)): index
+            for index, (handle, state) in enumerate(zip(self.handles, states, strict=True))
+        }
+        self.gather(calls, doing="loading its state")
+
+    def see(self, folder: str, name: str, token: bytes) -> bool:
+        """Whether all stages see a file of the driver: then they write to that folder too."""
+        calls = {
+            handle.sees.remote(folder, name, token): index
+            for index, handle in enumerate(self.handles)
+        }
+        return all(self.gather(calls, doing="looking for the checkpoints' folder"))
+
+    def start_save(self, key: str, folder: str | None) -> dict[Any, int]:
+        """Have every stage copy its state after the steps sent so far, then write it beside
+        the next ones; without a folder it sends its bytes."""
+        return {
+            handle.write_kept.remote(
+                handle.keep_state.remote(key), folder, stage_file(index)
+            ): index
+            for index, handle in enumerate(self.handles)
+        }
+
+    def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
+        """What each stage wrote, an exception for one that could not; None while some write."""
+        refs = sorted(calls, key=lambda ref: calls[ref])
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE_S if wait else 0)
+        if len(ready) < len(refs) and not wait:
+            return None
+        results: list[Any] = []
+        for ref in refs:
+            try:
+                results.append(ray.get(ref, timeout=0))
+            except RayError as error:
+                results.append(_cause(error))
+        return results
 
     def _start(self, plan: StepPlan) -> dict[Any, int]:
         name = f"{self.arm.name} {'step' if plan.train else 'evaluation'}"  # on the dashboard
@@ -143,7 +191,10 @@ class RefsPipeline(Pipeline):
 
     def train(self, steps: range | None = None) -> Generator[Records, None, None]:
         for step in range(self.arm.num_steps) if steps is None else steps:
-            yield self.run_step(self.arm.plan(step))
+            records = self.run_step(self.arm.plan(step))
+            if self.on_sent is not None:
+                self.on_sent(step)
+            yield records
 
     def evaluate(self, plan: StepPlan) -> Records:
         return self.run_step(plan)

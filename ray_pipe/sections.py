@@ -221,6 +221,27 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved on the way, and where a run goes on."""
+
+    every: int | None = option(None, low=1)
+    """Save everything after every so many steps and at the end of each arm; empty: never."""
+
+    keep: int = option(3, low=1)
+    """Checkpoints of each arm that are kept; the oldest goes once a new one was verified."""
+
+    dir: str | None = None
+    """Folder or URI (s3://bucket/run) of the checkpoints; empty: in the run's folder."""
+
+    resume: str | None = None
+    """Go on from a run's folder or one of its checkpoints, with its settings where none are given;
+    auto: the newest run in --out, or --name, from the beginning if it has no checkpoint."""
+
+    def __post_init__(self) -> None:
+        check_section(self, prefix="checkpoint.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """How the weights move."""
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ray_pipe.checkpoint_files import Checkpoint
 from ray_pipe.config import RunConfig
 from ray_pipe.data import DatasetSamples
-from ray_pipe.driver import run
+from ray_pipe.driver import Outcome, run
 from ray_pipe.errors import ConfigError
+from ray_pipe.export import weights_of
 from ray_pipe.planner.partition import partition
 from ray_pipe.progress import Observer, make_progress
 from ray_pipe.workload import (
@@ -61,6 +63,9 @@ class Result:
     model_state: dict[str, Tensor]
     """Weights of the last arm for `nn.Sequential(*blocks).load_state_dict(...)`."""
 
+    checkpoint: Checkpoint | None = None
+    """The newest of the last arm, if `config.checkpoint.every` asked for any; has a `path`."""
+
     error: Exception | None = None
 
     @property
@@ -92,7 +97,9 @@ class PipelineTrainer:
         `loss(output, target)` returns a mean over samples, or the pair (sum, count); the default
         is the next-token cross-entropy. `dataset` is a map-style `torch.utils.data.Dataset` of
         (input, target) pairs whose index is the stable sample id. `scaling_config.num_workers`
-        and `run_config.name`, `.storage_path` are read from Ray Train's objects if given.
+        and `run_config.name`, `.storage_path`, `.checkpoint_config` (`num_to_keep`,
+        `checkpoint_frequency`) are read from Ray Train's objects if given.
+        `config.checkpoint.resume` goes on from a checkpoint.
         """
         self.config = _with_ray_train(config or RunConfig(compare=()), scaling_config, run_config)
         self._progress = progress
@@ -138,13 +145,20 @@ class PipelineTrainer:
             metrics=dict(arms[-1]),
             path=str(outcome.path),
             results=outcome.results,
-            model_state=whole_model(outcome.states, workload, config.pipeline.stages),
+            model_state=_weights(outcome, workload, config.pipeline.stages),
+            checkpoint=outcome.checkpoint,
         )
 
     def _observer(self) -> Observer:
         if self._progress is True:
             return make_progress(sys.stderr)
         return Silent() if self._progress is False else self._progress
+
+
+def _weights(outcome: Outcome, workload: Workload, num_stages: int) -> dict[str, Tensor]:
+    if not outcome.states and outcome.checkpoint is not None:  # all was done before it was resumed
+        return weights_of(outcome.checkpoint)
+    return whole_model(outcome.states, workload, num_stages)
 
 
 def whole_model(
@@ -175,4 +189,12 @@ def _with_ray_train(config: RunConfig, scaling_config: Any, run_config: Any) -> 
     storage_path = getattr(run_config, "storage_path", None)
     if storage_path:
         changes["out"] = str(storage_path)
+    saving = getattr(run_config, "checkpoint_config", None)
+    wishes = {
+        "keep": getattr(saving, "num_to_keep", None),
+        "every": getattr(saving, "checkpoint_frequency", None) or None,
+    }
+    given: dict[str, Any] = {key: int(value) for key, value in wishes.items() if value is not None}
+    if given:
+        changes["checkpoint"] = dataclasses.replace(config.checkpoint, **given)
     return dataclasses.replace(config, **changes) if changes else config

@@ -34,7 +34,8 @@ from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
 from stages.stage import Stage
-from stages.state import StageState
+from stages.state import StageState, block_digests
+from stages.storage import Folder
 from stages.wiring import Lanes
 
 T = TypeVar("T")
@@ -91,6 +92,7 @@ class StageActor:
             name=f"stage-{index}", on_error=lambda error: self.abort(repr(error))
         )
         self._peers: dict[int, Any] = {}
+        self._kept: dict[str, StageState] = {}
         self._stage: Stage | None = None
         self._device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
         self._recorder = Recorder()
@@ -134,6 +136,7 @@ class StageActor:
             "device": self._device,
             "core": kernels.core(),
             "source": source_digest(),
+            "blocks": block_digests(compute.module, spec.first_block),
             "num_parameters": sum(p.numel() for p in compute.parameters),
         }
 
@@ -238,6 +241,28 @@ class StageActor:
         state = self._loop.submit(self.stage.save_state()).result()
         return np.frombuffer(state.to_bytes(), dtype=np.uint8)
 
+    def keep_state(self, key: str) -> str:
+        """Copy the stage between two steps, for `write_kept`; training goes on at once."""
+        self._kept[key] = self._loop.submit(self.stage.save_state()).result()
+        return key
+
+    def write_kept(self, key: str, folder: str | None, name: str) -> Any:
+        """Write what was kept to a file, beside training: its `FileNote`.
+
+        Without a folder (none that this machine sees too), its bytes.
+        """
+        state = self._kept.pop(key)
+        if folder is None:
+            return np.frombuffer(state.to_bytes(), dtype=np.uint8)
+        return Folder(folder).write(name, state.chunks())
+
+    def sees(self, folder: str, name: str, token: bytes) -> bool:
+        """Whether a file that the driver wrote is the same here: storage is shared."""
+        try:
+            return Folder(folder).read(name) == token
+        except OSError:
+            return False
+
     def load_state(self, saved: Any) -> int:
         """Become what `save_state` returned; returns the step that was committed last."""
         state = StageState.from_bytes(np.asarray(saved).tobytes())
@@ -255,7 +280,7 @@ class StageActor:
         return self._stage
 
 
-CONCURRENCY = {"net": 1, "control": 1, "carry": 32}
+CONCURRENCY = {"net": 1, "control": 1, "save": 1, "carry": 32}
 GROUPS = {
     "deliver": "net",
     "discard": "net",
@@ -263,6 +288,8 @@ GROUPS = {
     "ping": "control",
     "cpu_seconds": "control",
     "cpu_beside_lanes": "control",
+    "write_kept": "save",
+    "sees": "save",
     "carry": "carry",
 }
 ONE_WAY = ("deliver",)

@@ -52,12 +52,18 @@ class Folder:
         self.path = str(path)
         protocols = self._fs.protocol
         self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
+        if self.is_local:
+            self.uri = self.path  # absolute: other processes have other working directories
 
     def __str__(self) -> str:
         return self.uri
 
     def child(self, name: str) -> Folder:
         return Folder(f"{self.uri}/{name}")
+
+    @property
+    def parent(self) -> Folder:
+        return Folder(self.uri.rpartition("/")[0] or "/")
 
     @property
     def name(self) -> str:

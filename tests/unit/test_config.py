@@ -20,6 +20,7 @@ import ray_pipe
 from ray_pipe.checks import check_folder, memory_need
 from ray_pipe.codec_names import ALIASES, BACKWARD, SUFFIXES, canonical_codec, has_memory
 from ray_pipe.config import (
+    CheckpointConfig,
     CodecConfig,
     ConfigError,
     DataConfig,
@@ -38,6 +39,7 @@ from ray_pipe.options import option_docs
 from ray_pipe.settings_file import read_settings, show_settings
 
 SECTIONS = (
+    CheckpointConfig,
     CodecConfig,
     DataConfig,
     FaultsConfig,

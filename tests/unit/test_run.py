@@ -161,6 +161,7 @@ DEFAULTS = {
     "--epochs": "8",
     "--lr": "1e-3",
     "--seed": "0",
+    "--keep-checkpoints": "3",
     "--compare": "fp32,directq,acsgd",
     "--fw-bits": "4",
     "--bw-bits": "4",
@@ -192,6 +193,7 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
     without = {
         *("--steps", "--eval", "--codec", "--topology", "--recompute"),
         *("--name", "--address", "--dashboard"),
+        *("--checkpoint-every", "--checkpoint-dir", "--resume"),
     }
 
     assert flags == {*DEFAULTS, *without}

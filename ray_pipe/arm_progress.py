@@ -1,0 +1,79 @@
+"""An arm's numbers as plain values, so that a resumed run's results are those of an unbroken one.
+
+Rows, ledger, losses and the prediction go into a checkpoint beside the weights. Wall time goes on
+from where it was: the time between the stop and the resume is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from ray_pipe.metrics import ArmMeter, StepRow
+from ray_pipe.planner.cost import Prediction
+from ray_pipe.time_share import StageTime
+from stages.rehearsal import StageCosts
+
+EvalLosses = list[tuple[float, int, float | None]]
+
+
+def progress_of(
+    meter: ArmMeter, eval_losses: Sequence[Any], prediction: Prediction | None, *, num_steps: int
+) -> dict[str, Any]:
+    """The arm as far as it came, for JSON."""
+    return {
+        "arm": meter.name,
+        "num_steps": num_steps,
+        "rows": [_row_to(row) for row in meter.rows],
+        "overtime": [_row_to(row) for row in meter.overtime],
+        "ledger": meter.ledger.by_link(),
+        "eval_losses": [list(one) for one in eval_losses],
+        "prediction": None if prediction is None else asdict(prediction),
+    }
+
+
+def restore_meter(meter: ArmMeter, progress: Mapping[str, Any]) -> None:
+    """Give a new meter the rows and bytes of before; they are written to its sink again."""
+    meter.restore(
+        rows=[_row_from(row) for row in progress["rows"]],
+        overtime=[_row_from(row) for row in progress["overtime"]],
+        sent=progress["ledger"],
+    )
+
+
+def eval_losses_of(progress: Mapping[str, Any]) -> EvalLosses:
+    return [(wall_s, step, loss) for wall_s, step, loss in progress["eval_losses"]]
+
+
+def prediction_of(progress: Mapping[str, Any]) -> Prediction | None:
+    """What was predicted for an arm that is done; one that goes on is measured again."""
+    saved = progress["prediction"]
+    if saved is None:
+        return None
+    return Prediction(
+        **{
+            **saved,
+            "costs": tuple(StageCosts(**costs) for costs in saved["costs"]),
+            "sample_shape": tuple(saved["sample_shape"]),
+        }
+    )
+
+
+def _row_to(row: StepRow) -> dict[str, Any]:
+    return {field.name: _plain(getattr(row, field.name)) for field in fields(row)}
+
+
+def _row_from(saved: Mapping[str, Any]) -> StepRow:
+    values = dict(saved)
+    values["stage_s"] = tuple(StageTime(**times) for times in saved["stage_s"])
+    values["events"] = tuple(saved["events"])
+    return StepRow(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, StageTime):
+        return asdict(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

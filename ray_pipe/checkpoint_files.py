@@ -1,0 +1,305 @@
+"""Checkpoints as folders of files: what is in one, which there are, which may be removed.
+
+    <run>/checkpoints/<arm>/checkpoint_000020/stage_0.safetensors   one for each stage
+                                              progress.json.zst     rows, ledger, losses so far
+                                              manifest.json         written last: makes it count
+                            finished.json.zst                       the arm's numbers, once done
+
+A checkpoint without a manifest was never finished, and is none. The manifest has size and sha256 of
+every file and a digest of itself, so that a cut or edited checkpoint is refused by name. No torch:
+the command line reads a manifest's settings before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_pipe.errors import ConfigError
+from stages.storage import FileNote, Folder, StorageError, refuse_other
+
+if TYPE_CHECKING:
+    from stages.state import StageState
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json.zst"
+FINISHED = "finished.json.zst"
+PREFIX = "checkpoint_"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be used here; says why, and what can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is of, and what it is made of."""
+
+    arm: str
+    step: int
+    """Steps that were done: the number of the next one."""
+
+    serial: int
+    """Rises with each checkpoint of an arm; the highest is the newest, whatever its step."""
+
+    config: Mapping[str, Any]
+    data: Mapping[str, Any]
+    """`digest` of the samples, and the order they come in; the cursor is `step`."""
+
+    blocks: Mapping[str, str]
+    """Digest of each block's weights: names, kinds and shapes, not values."""
+
+    cuts: tuple[tuple[int, int], ...]
+    """Blocks of each stage."""
+
+    files: tuple[FileNote, ...]
+    code: Mapping[str, Any] = field(default_factory=dict)
+    written: str = ""
+
+    def to_json(self) -> bytes:
+        body = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes, *, where: str) -> Manifest:
+        """Refuses one that was cut off, edited, or written by another format."""
+        try:
+            body = json.loads(raw)
+            digest = body.pop("digest")
+            version = body.pop("format")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise CheckpointError(f"{where}/{MANIFEST} is no manifest: it was cut off.") from None
+        if version != FORMAT:
+            raise CheckpointError(
+                f"{where} has format {version}, this version of ray_pipe reads {FORMAT}; resume "
+                "with the version that wrote it."
+            )
+        if digest != _digest({"format": version, **body}):
+            raise CheckpointError(f"{where}/{MANIFEST} was edited: its own digest does not fit.")
+        files = tuple(FileNote(**note) for note in body.pop("files"))
+        cuts = tuple((int(start), int(stop)) for start, stop in body.pop("cuts"))
+        return cls(files=files, cuts=cuts, **body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was finished. Reading anything of it checks it."""
+
+    folder: Folder
+    manifest: Manifest
+
+    @property
+    def path(self) -> str:
+        return str(self.folder)
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+        return self.manifest.step
+
+    def verify(self) -> None:
+        """Raise `CheckpointError` unless every file is the one that was written."""
+        for note in self.manifest.files:
+            try:
+                self.folder.check(note)
+            except StorageError as error:
+                raise CheckpointError(f"{error}.") from error
+
+    def read(self, name: str) -> bytes:
+        """A file of the checkpoint, checked."""
+        note = next((note for note in self.manifest.files if note.name == name), None)
+        if note is None:
+            raise CheckpointError(f"{self.path} has no file {name}.")
+        try:
+            raw = self.folder.read(name)
+            refuse_other(self.path, note, len(raw), hashlib.sha256(raw).hexdigest())
+        except StorageError as error:
+            raise CheckpointError(f"{error}.") from error
+        return raw
+
+    def progress(self) -> dict[str, Any]:
+        """The arm's numbers up to here."""
+        return unpack(self.read(PROGRESS))
+
+    def states(self) -> list[StageState]:
+        """The stages, in order."""
+        from stages.state import StageState
+
+        names = [stage_file(index) for index in range(len(self.manifest.cuts))]
+        return [StageState.from_bytes(self.read(name)) for name in names]
+
+
+class CheckpointStore:
+    """All checkpoints of a run."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def arms(self) -> list[str]:
+        """Arms that have at least one checkpoint."""
+        return [name for name in self.folder.children() if self.checkpoints(name)]
+
+    def checkpoints(self, arm: str) -> list[Checkpoint]:
+        """Those of an arm that were finished, oldest first."""
+        home = self.folder.child(arm)
+        found = []
+        for name in home.children():
+            folder = home.child(name)
+            if is_checkpoint_name(name) and folder.has(MANIFEST):
+                try:
+                    found.append(open_checkpoint(folder))
+                except CheckpointError:
+                    continue  # `open_checkpoint` tells why, to whoever asks for this one
+        return sorted(found, key=lambda one: one.manifest.serial)
+
+    def newest(self, arm: str) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and what is wrong with newer ones."""
+        troubles: list[str] = []
+        home = self.folder.child(arm)
+        for name in home.children():
+            if is_checkpoint_name(name) and home.child(name).has(MANIFEST):
+                try:
+                    open_checkpoint(home.child(name))
+                except CheckpointError as error:
+                    troubles.append(str(error))
+        for one in reversed(self.checkpoints(arm)):
+            try:
+                one.verify()
+            except CheckpointError as error:
+                troubles.append(str(error))
+            else:
+                return one, troubles
+        return None, troubles
+
+    def place(self, arm: str, step: int) -> Folder:
+        """Where the checkpoint of a step goes."""
+        return self.folder.child(arm).child(f"{PREFIX}{step:06d}")
+
+    def next_serial(self, arm: str) -> int:
+        found = self.checkpoints(arm)
+        return found[-1].manifest.serial + 1 if found else 1
+
+    def commit(self, place: Folder, aside: Folder, manifest: Manifest) -> Checkpoint:
+        """Write the manifest and publish what lies aside; from here on it counts."""
+        aside.write(MANIFEST, [manifest.to_json()])
+        place.publish(aside)
+        done = open_checkpoint(place)
+        done.verify()
+        return done
+
+    def prune(self, arm: str, keep: int) -> list[str]:
+        """Remove all but the newest `keep` of an arm; called after a new one was verified."""
+        old = self.checkpoints(arm)[:-keep]
+        for one in old:
+            one.folder.remove_file(MANIFEST)  # first: half of a checkpoint is none
+            one.folder.remove()
+        return [one.path for one in old]
+
+    def finish(self, arm: str, progress: Mapping[str, Any]) -> None:
+        """Note that an arm is done, with all its numbers."""
+        self.folder.child(arm).replace(FINISHED, pack(progress))
+
+    def finished(self, arm: str) -> dict[str, Any] | None:
+        """The numbers of an arm that is done; None if it is not, or they cannot be read."""
+        home = self.folder.child(arm)
+        if not home.has(FINISHED):
+            return None
+        try:
+            return unpack(home.read(FINISHED))
+        except (CheckpointError, StorageError):
+            return None
+
+    def reopen(self, arm: str) -> None:
+        """The arm is trained on: it is not done any more."""
+        self.folder.child(arm).remove_file(FINISHED)
+
+
+def open_checkpoint(folder: Folder) -> Checkpoint:
+    """The checkpoint in a folder; refuses what is none."""
+    if not folder.has(MANIFEST):
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}, so its writing never ended; resume from the run's "
+            "folder, which finds the newest whole checkpoint."
+        )
+    try:
+        raw = folder.read(MANIFEST)
+    except StorageError as error:
+        raise CheckpointError(f"{error}.") from error
+    return Checkpoint(folder=folder, manifest=Manifest.from_json(raw, where=str(folder)))
+
+
+def locate(path: str) -> tuple[CheckpointStore, Checkpoint | None]:
+    """The store behind what a user gave: a run's folder, its checkpoints, an arm, or a checkpoint.
+
+    With a checkpoint itself, that one too.
+    """
+    try:
+        folder = Folder(path)
+        names = folder.children()
+    except StorageError as error:
+        raise CheckpointError(f"--resume {path}: {error}.") from error
+    if folder.has(MANIFEST) or is_checkpoint_name(folder.name):
+        return CheckpointStore(folder.parent.parent), open_checkpoint(folder)
+    if any(map(is_checkpoint_name, names)):
+        return CheckpointStore(folder.parent), None
+    for store in (CheckpointStore(folder.child("checkpoints")), CheckpointStore(folder)):
+        if store.arms():
+            return store, None
+    raise CheckpointError(
+        f"--resume {path}: there is no checkpoint in it; give the folder of a run that was "
+        "started with --checkpoint-every, or one of its checkpoints."
+    )
+
+
+def newest_run(out: str) -> str | None:
+    """The run below `out` whose checkpoint was written last."""
+    found = [
+        (path.stat().st_mtime, str(path.parents[3]))
+        for path in Path(out).glob(f"*/checkpoints/*/{PREFIX}*/{MANIFEST}")
+    ]
+    return max(found)[1] if found else None
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """`checkpoint_000020`; what lies aside has another ending."""
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX).isdigit()
+
+
+def stage_file(index: int) -> str:
+    return f"stage_{index}.safetensors"
+
+
+def pack(value: Mapping[str, Any]) -> bytes:
+    """JSON (NaN and infinity as Python writes them), compressed, with a digest of its own."""
+    import zstandard
+
+    text = json.dumps(value).encode()
+    head = hashlib.sha256(text).hexdigest().encode()
+    return zstandard.ZstdCompressor().compress(head + text)
+
+
+def unpack(raw: bytes) -> dict[str, Any]:
+    """What `pack` was given; refuses what was changed."""
+    import zstandard
+
+    try:
+        text = zstandard.ZstdDecompressor().decompress(raw)
+    except zstandard.ZstdError as error:
+        raise CheckpointError(f"the numbers of an arm cannot be read: {error}.") from None
+    head, body = text[:64], text[64:]
+    if hashlib.sha256(body).hexdigest().encode() != head:
+        raise CheckpointError("the numbers of an arm were changed: their digest does not fit.")
+    value: dict[str, Any] = json.loads(body)
+    return value
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""A run's checkpoints from the driver's side: where each arm begins, and saving while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray_pipe.arm_progress import (
+    EvalLosses,
+    eval_losses_of,
+    prediction_of,
+    progress_of,
+    restore_meter,
+)
+from ray_pipe.checkpoint import Saver
+from ray_pipe.checkpoint_files import Checkpoint, CheckpointStore
+from ray_pipe.config import RunConfig
+from ray_pipe.metrics import ArmMeter
+from ray_pipe.pipeline import Pipeline
+from ray_pipe.planner.cost import Prediction
+from ray_pipe.plans import Arm
+from ray_pipe.resume import Start, default_folder, find_resume, load
+
+
+class InTraining(Protocol):
+    """What is saved and restored of an arm besides its stages."""
+
+    arm: Arm
+    meter: ArmMeter
+    prediction: Prediction | None
+    eval_losses: EvalLosses
+    saver: Saver | None
+
+
+@dataclass(kw_only=True)
+class RunCheckpoints:
+    """Made before Ray is started, so that a wrong `--resume` is refused at once."""
+
+    starts: dict[str, Start]
+    on_warning: Callable[[str], None]
+    on_phase: Callable[[str], None]
+    newest: Checkpoint | None = None
+    """Of the arm that was trained last."""
+
+    resumed: dict[str, int] = field(default_factory=dict)
+    """Arms that did not begin at step 0, and where they did."""
+
+    _store: CheckpointStore | None = None
+    _run_name: str = ""
+
+    @classmethod
+    def find(
+        cls,
+        config: RunConfig,
+        arms: Sequence[Arm],
+        *,
+        on_warning: Callable[[str], None],
+        on_phase: Callable[[str], None],
+    ) -> RunCheckpoints:
+        """Where each arm begins; refuses checkpoints of another run, and damaged ones."""
+        resume = find_resume(config, default_folder(config, f"{config.out}/{config.name}"))
+        if config.checkpoint.resume == "auto" and resume is None:
+            on_warning("--resume auto: there is no checkpoint yet, the run starts at step 0.")
+        starts = {} if resume is None else {arm.name: resume.start(arm) for arm in arms}
+        return cls(starts=starts, on_warning=on_warning, on_phase=on_phase)
+
+    def open(self, config: RunConfig, path: Path) -> None:
+        """Where this run's own checkpoints go, once its folder is known."""
+        self._run_name = path.name
+        if config.checkpoint.every is not None:
+            self._store = CheckpointStore(default_folder(config, str(path)))
+
+    def is_done(self, arm: Arm) -> bool:
+        """Whether the arm needs no training any more."""
+        return self.starts.get(arm.name, Start()).is_done
+
+    def restore(self, one: InTraining) -> None:
+        """Give an arm that is done its numbers back."""
+        start = self.starts[one.arm.name]
+        assert start.progress is not None
+        restore_meter(one.meter, start.progress)
+        one.eval_losses[:] = eval_losses_of(start.progress)
+        one.prediction = prediction_of(start.progress)
+        self.newest = start.checkpoint
+        self.resumed[one.arm.name] = one.arm.num_steps
+
+    def begin(self, pipeline: Pipeline, one: InTraining) -> None:
+        """Load what the arm begins with, if anything, and save from here on, if that is wanted."""
+        start = self.starts.get(one.arm.name, Start())
+        if start.checkpoint is not None:
+            assert start.progress is not None
+            self.on_phase(f"{one.arm.name}: loading {start.checkpoint.path}")
+            for text in (*start.notes, *load(pipeline, start, one.arm)):
+                self.on_warning(text)
+            restore_meter(one.meter, start.progress)
+            one.eval_losses[:] = eval_losses_of(start.progress)
+            self.resumed[one.arm.name] = start.checkpoint.step
+        self.newest = start.checkpoint
+        if self._store is not None:
+            self._store.reopen(one.arm.name)
+            one.saver = Saver(
+                self._store,
+                pipeline,
+                one.arm,
+                run_name=self._run_name,
+                progress=lambda: _numbers(one),
+                on_warning=self.on_warning,
+            )
+            one.saver.newest = start.checkpoint
+            pipeline.on_sent = one.saver.sent
+
+    def end_steps(self, pipeline: Pipeline, one: InTraining) -> None:
+        """The arm's own steps are done: wait until they are saved."""
+        pipeline.on_sent = None
+        if one.saver is not None:
+            one.saver.finish()
+            self.newest = one.saver.newest
+
+    def end(self, one: InTraining) -> None:
+        """Nothing more will be trained of this arm."""
+        if self._store is not None and one.saver is not None and one.saver.newest is not None:
+            self._store.finish(one.arm.name, _numbers(one))
+
+
+def _numbers(one: InTraining) -> dict[str, Any]:
+    return progress_of(one.meter, one.eval_losses, one.prediction, num_steps=one.arm.num_steps)

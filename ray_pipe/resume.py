@@ -1,0 +1,246 @@
+"""Where a run goes on: finds checkpoints, refuses those of another run, loads them.
+
+An arm that is done is not trained again; one that was stopped goes on after its newest whole
+checkpoint, or the one that was asked for. What would make the state meaningless (another model,
+data, order, codec) is refused by name; what only makes the rest of the run another one (a learning
+rate) is a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray_pipe.checkpoint import code_version, data_of
+from ray_pipe.checkpoint_files import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    locate,
+)
+from ray_pipe.config import RunConfig
+from ray_pipe.plans import Arm
+from stages.recut import recut
+from stages.state import StageState, StateError
+from stages.storage import Folder, StorageError
+
+MUST_MATCH = (
+    "seed",
+    "model",
+    "eval",
+    "optim.name",
+    "pipeline.micro_batches",
+    "pipeline.micro_batch_size",
+    "codec.rows",
+    "codec.rounding",
+)
+"""Options, or whole sections, whose change makes the saved state one of another run."""
+
+MAY_DIFFER = (
+    "name", "out", "address", "compare", "epochs", "steps", "deadline_s", "dashboard",
+    "data", "network", "faults", "checkpoint", "pipeline.stages", "pipeline.transport",
+    "pipeline.recompute", "codec.name", "codec.spill_dir", "codec.checksum",
+)  # fmt: skip
+"""Options that change no bit of the training, or are checked in another way: data by its digest."""
+
+
+class Loads(Protocol):
+    """What resuming needs of a pipeline."""
+
+    infos: list[dict[str, Any]]
+
+    def load_states(self, states: list[StageState]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How an arm begins: from nothing, from a checkpoint, or not at all because it is done."""
+
+    checkpoint: Checkpoint | None = None
+    progress: Mapping[str, Any] | None = None
+    is_done: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What was found to go on from."""
+
+    store: CheckpointStore
+    chosen: Checkpoint | None = None
+    """The one checkpoint that was asked for, if it was."""
+
+    def start(self, arm: Arm) -> Start:
+        """How this arm begins; refuses a checkpoint of another run."""
+        if self.chosen is not None and self.chosen.manifest.arm == arm.name:
+            self.chosen.verify()
+            return _checked(self.chosen, arm, [])
+        done = self.store.finished(arm.name)
+        newest, troubles = self.store.newest(arm.name)
+        if newest is None and troubles:
+            raise CheckpointError(
+                f"{arm.name} has no whole checkpoint in {self.store}: {' '.join(troubles)} Start "
+                "the run again without --resume, in another folder."
+            )
+        notes = [
+            f"{trouble} The one before it is taken, {newest.path}."
+            for trouble in troubles
+            if newest
+        ]
+        if newest is None:
+            return Start()
+        if done is not None and done["num_steps"] == arm.num_steps == newest.step:
+            checked = _checked(newest, arm, notes)
+            return Start(checkpoint=newest, progress=done, is_done=True, notes=checked.notes)
+        return _checked(newest, arm, notes)
+
+
+def find_resume(config: RunConfig, default: Folder) -> Resume | None:
+    """What `checkpoint.resume` means; None if it is `auto` and there is nothing yet.
+
+    `default` is where this run's own checkpoints are.
+    """
+    wish = config.checkpoint.resume
+    if wish is None:
+        return None
+    if wish != "auto":
+        store, chosen = locate(wish)
+    else:
+        store, chosen = CheckpointStore(default), None
+        if not store.arms():
+            return None
+    names = [arm.name for arm in config.arms]
+    found = store.arms()
+    if not set(names) & set(found):
+        raise CheckpointError(
+            f"{store} holds checkpoints of {', '.join(found) or 'no arm'}, this run trains "
+            f"{', '.join(names)}; resume with --compare {','.join(found)}, or start anew."
+        )
+    if chosen is not None and chosen.manifest.arm not in names:
+        raise CheckpointError(
+            f"{chosen.path} is of {chosen.manifest.arm}, this run trains {', '.join(names)}; give "
+            f"--codec {chosen.manifest.arm}."
+        )
+    return Resume(store=store, chosen=chosen)
+
+
+def load(pipeline: Loads, start: Start, arm: Arm) -> list[str]:
+    """Give every stage its part of the checkpoint, dealt out anew if the cut is another one.
+
+    Returns what the user should know.
+    """
+    assert start.checkpoint is not None
+    checkpoint, manifest = start.checkpoint, start.checkpoint.manifest
+    _refuse_other_model(pipeline, checkpoint)
+    cuts = arm.workload.cuts(arm.config.pipeline.stages)
+    states = checkpoint.states()
+    notes: list[str] = []
+    if [(cut.start, cut.stop) for cut in cuts] != list(manifest.cuts):
+        try:
+            states, dropped = recut(states, cuts)
+        except StateError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}.") from error
+        fresh = sorted({s.blocks.start for s in states if "activation_in" in s.notes["fresh"]})
+        text = (
+            f"{checkpoint.path} is of {len(manifest.cuts)} stages, this run has {len(cuts)}: "
+            "weights and optimizer go on exactly"
+        )
+        if arm.codec.has_memory and (dropped or fresh):
+            text += (
+                f"; what {arm.name} remembered is dropped at the cuts before blocks "
+                f"{_listed(dropped)}, and begins cold at those before blocks {_listed(fresh)}"
+            )
+        notes.append(text)
+    pipeline.load_states(states)
+    return notes
+
+
+def _listed(blocks: list[int]) -> str:
+    return ", ".join(map(str, blocks)) or "none"
+
+
+def _checked(checkpoint: Checkpoint, arm: Arm, notes: list[str]) -> Start:
+    manifest, where = checkpoint.manifest, checkpoint.path
+    if manifest.step > arm.num_steps:
+        raise CheckpointError(
+            f"{where} was saved after {manifest.step} steps, this run has only {arm.num_steps}; "
+            "give more --steps or --epochs, or resume from an older checkpoint."
+        )
+    _refuse_other_data(checkpoint, arm)
+    before, now = _flat(manifest.config), _flat(arm.config.to_dict())
+    changed = [key for key in sorted(now) if key in before and before[key] != now[key]]
+    wrong = [key for key in changed if _is_among(key, MUST_MATCH)]
+    if wrong:
+        listed = "; ".join(f"{key} is {before[key]!r} there and {now[key]!r} here" for key in wrong)
+        raise CheckpointError(
+            f"{where} is a checkpoint of another run: {listed}. Resume with the same settings "
+            f"(--set {wrong[0]}={before[wrong[0]]}), or leave them out: they are in the checkpoint."
+        )
+    notes = [*notes]
+    for key in changed:
+        if not _is_among(key, MAY_DIFFER):
+            notes.append(
+                f"{key} was {before[key]!r} up to step {manifest.step} and is {now[key]!r} from "
+                "now on: the losses will not be those of an unbroken run."
+            )
+    notes += _other_code(checkpoint)
+    return Start(checkpoint=checkpoint, progress=checkpoint.progress(), notes=tuple(notes))
+
+
+def _other_code(checkpoint: Checkpoint) -> list[str]:
+    before, now = checkpoint.manifest.code, code_version()
+    other = [name for name in now if before.get(name) != now[name]]
+    if not other:
+        return []
+    listed = ", ".join(f"{name} {before.get(name)} there, {now[name]} here" for name in other)
+    return [f"{checkpoint.path} was written by other code ({listed}): the last bits may differ."]
+
+
+def _refuse_other_data(checkpoint: Checkpoint, arm: Arm) -> None:
+    before, now = checkpoint.manifest.data, data_of(arm)
+    other = [name for name in now if before.get(name) != now[name]]
+    if other:
+        listed = ", ".join(f"{name} {before.get(name)} there, {now[name]} here" for name in other)
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on other data or in another order ({listed}); resume "
+            "with the same --data, data.num_samples, --seed and batch sizes."
+        )
+
+
+def _refuse_other_model(pipeline: Loads, checkpoint: Checkpoint) -> None:
+    before = dict(checkpoint.manifest.blocks)
+    now = {str(b): digest for info in pipeline.infos for b, digest in info["blocks"].items()}
+    if len(before) != len(now):
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: it has {len(before)} blocks, this one has "
+            f"{len(now)}."
+        )
+    other = [block for block in now if before.get(block) != now[block]]
+    if other:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: the weights of block {other[0]} have other "
+            "names, shapes or kinds there; resume with the model that was trained."
+        )
+
+
+def _is_among(key: str, names: tuple[str, ...]) -> bool:
+    return key in names or key.partition(".")[0] in names
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": item for inner, item in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def default_folder(config: RunConfig, run_folder: str) -> Folder:
+    """Where this run's checkpoints go."""
+    try:
+        return Folder(config.checkpoint.dir or f"{run_folder}/checkpoints")
+    except StorageError as error:
+        raise CheckpointError(f"--checkpoint-dir {error}.") from error

@@ -1,0 +1,45 @@
+"""The settings of a run that is to be resumed, so that a command need not repeat them. No torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray_pipe.checkpoint_files import CheckpointError, locate, newest_run
+
+
+def saved_settings(
+    wish: str, *, out: str, name: str, folder: str | None
+) -> tuple[str, dict[str, Any]] | None:
+    """The settings of the run to resume, so that a command need not repeat them, and their place.
+
+    None where `auto` finds nothing: the run then starts from the beginning.
+    """
+    place: str | None = wish
+    if wish == "auto":
+        if folder is not None:
+            place = folder
+        elif name:
+            place = f"{out}/{name}"
+        else:
+            place = newest_run(out)
+        if place is None:
+            return None
+    assert place is not None
+    try:
+        store, chosen = locate(place)
+    except CheckpointError:
+        if wish == "auto":
+            return None
+        raise
+    manifests = [one.manifest for arm in store.arms() for one in store.checkpoints(arm)[-1:]]
+    manifest = chosen.manifest if chosen else max(manifests, key=lambda m: (m.written, m.serial))
+    settings = {**manifest.config}
+    checkpoint = {**settings.get("checkpoint", {})}
+    checkpoint.pop("resume", None)
+    settings["checkpoint"] = checkpoint
+    if store.folder.is_local and store.folder.name == "checkpoints" and not checkpoint.get("dir"):
+        run = store.folder.parent
+        if os.path.abspath(f"{settings['out']}/{settings['name']}") != str(run):
+            settings["out"], settings["name"] = str(run.parent), run.name
+    return str(store), settings

@@ -1,0 +1,181 @@
+"""Runs that were saved on the way, made without Ray: real stages and files, virtual time.
+
+run = SavedRun(tmp_path / "runs" / "demo", steps=6, every=2)
+run.train()
+run.store.checkpoints("acsgd")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from netsim.clock import run_virtual
+from ray_pipe.arm_progress import progress_of, restore_meter
+from ray_pipe.checkpoint import Saver
+from ray_pipe.checkpoint_files import CheckpointStore, stage_file
+from ray_pipe.config import RunConfig
+from ray_pipe.metrics import ArmMeter
+from ray_pipe.plans import Arm, arms_of
+from ray_pipe.resume import Start, default_folder, load
+from ray_pipe.workload import gpt_workload
+from stages.compute import Compute
+from stages.rehearsal import LocalPipeline
+from stages.state import StageState, block_digests
+from stages.storage import Folder, StorageError
+
+SMALL = {
+    "model.name": "gpt-nano",
+    "model.layers": 4,
+    "model.width": 16,
+    "model.heads": 2,
+    "model.context": 8,
+    "data.num_samples": 12,
+    "pipeline.stages": 2,
+    "pipeline.micro_batches": 2,
+    "pipeline.micro_batch_size": 3,
+    "network.bandwidth_bps": "unlimited",
+}
+
+
+def make_config(
+    out: Path | str, name: str, *, steps: int, every: int | None, **more: Any
+) -> RunConfig:
+    dotted = {key.replace("__", "."): value for key, value in more.items()}
+    settings = {"compare": [], "codec.name": "acsgd", **SMALL, **dotted}
+    return RunConfig.from_dict(
+        {"out": str(out), "name": name, "steps": steps, "checkpoint.every": every, **settings}
+    )
+
+
+class FakePipeline:
+    """What the saver and resuming need of `ray_pipe.pipeline.Pipeline`, in this process."""
+
+    def __init__(self, stages: Any, *, shared: bool = True) -> None:
+        self.stages = stages
+        self.infos = [{"blocks": block_digests(s.compute.module, s.first_block)} for s in stages]
+        self.shared = shared
+        self.now: list[StageState] = []
+        self.loaded: list[StageState] = []
+        self.fail: dict[int, Exception] = {}
+        """Stages that cannot save, and why."""
+
+        self.writing: set[str] = set()
+        """Keys of saves that take their time."""
+
+        self.slow = False
+        self._results: dict[str, list[Any]] = {}
+
+    def see(self, folder: str, name: str, token: bytes) -> bool:
+        return self.shared and Folder(folder).read(name) == token
+
+    def start_save(self, key: str, folder: str | None) -> dict[Any, int]:
+        results: list[Any] = []
+        for index, state in enumerate(self.now):
+            try:
+                if index in self.fail:
+                    raise self.fail[index]
+                raw = np.frombuffer(state.to_bytes(), dtype=np.uint8)
+                chunks = state.chunks()
+                results.append(
+                    raw if folder is None else Folder(folder).write(stage_file(index), chunks)
+                )
+            except (StorageError, RuntimeError) as error:
+                results.append(error)
+        self._results[key] = results
+        if self.slow:
+            self.writing.add(key)
+        return {key: 0}
+
+    def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
+        (key,) = calls
+        if key in self.writing and not wait:
+            return None
+        self.writing.discard(key)
+        return self._results[key]
+
+    def load_states(self, states: list[StageState]) -> None:
+        self.loaded = list(states)
+
+
+@dataclass(kw_only=True)
+class SavedRun:
+    """One arm of a run, trained in virtual time and saved as the driver does."""
+
+    path: Path
+    steps: int = 6
+    every: int | None = 2
+    shared: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    start: Start | None = None
+    at_step: Any = None
+    """Called with (pipeline, step) before a step is saved."""
+
+    losses: list[float] = field(default_factory=list)
+    final: list[StageState] = field(default_factory=list)
+
+    @property
+    def config(self) -> RunConfig:
+        return make_config(
+            self.path.parent, self.path.name, steps=self.steps, every=self.every, **self.settings
+        )
+
+    @property
+    def arm(self) -> Arm:
+        config = self.config
+        return arms_of(config, gpt_workload(config))[0]
+
+    @property
+    def store(self) -> CheckpointStore:
+        return CheckpointStore(default_folder(self.config, str(self.path)))
+
+    def train(self, steps: int | None = None) -> SavedRun:
+        """Run the arm, or its first steps, saving where it is due."""
+        run_virtual(self._train(self.arm, self.steps if steps is None else steps))
+        return self
+
+    async def _train(self, arm: Arm, steps: int) -> None:
+        specs = arm.specs()
+
+        def compute_of(index: int) -> Compute:
+            spec = specs[index]
+            return Compute(spec.build(), optim=spec.optim, loss=spec.loss, seed=index)
+
+        local = LocalPipeline(specs=specs, compute_of=compute_of, samples=arm.workload.samples)
+        fake = FakePipeline(local.stages, shared=self.shared)
+        meter = ArmMeter(arm.name)
+        if self.start is not None and self.start.checkpoint is not None:
+            assert self.start.progress is not None
+            self.warnings += [*self.start.notes, *load(fake, self.start, arm)]
+            for stage, state in zip(local.stages, fake.loaded, strict=True):
+                await stage.load_state(state)
+            restore_meter(meter, self.start.progress)
+        saver = Saver(
+            self.store,
+            fake,
+            arm,
+            run_name=self.path.name,
+            progress=lambda: progress_of(meter, [], None, num_steps=arm.num_steps),
+            on_warning=self.warnings.append,
+        )
+        self.saver = saver
+        for step in range(len(meter.rows), steps):
+            (records,) = await local.run([arm.plan(step)])
+            fake.now = [await stage.save_state() for stage in local.stages]
+            if self.at_step is not None:
+                self.at_step(fake, step)
+            saver.sent(step)
+            meter.add(records)
+            saver.recorded(step)
+        saver.finish()
+        self.losses = [row.loss for row in meter.rows if row.loss is not None]
+        self.final = fake.now
+        if steps == arm.num_steps:
+            numbers = progress_of(meter, [], None, num_steps=arm.num_steps)
+            self.store.finish(arm.name, numbers)
+        await asyncio.sleep(0)
