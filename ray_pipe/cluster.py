@@ -24,7 +24,6 @@ from ray.util.scheduling_strategies import (
 from ray_pipe.errors import ClusterError
 from ray_pipe.planner.placement import Node, Placement, move, place
 from ray_pipe.preflight import check_address
-from stages.actor import remote_stage
 
 NAMESPACE = "ray_pipe"
 INLINE_NBYTES = 4 << 20
@@ -166,6 +165,8 @@ class StageActors:
         return group
 
     def _start(self, index: int, strategy: Any, *, part: str) -> Any:
+        from stages.actor import remote_stage  # loads torch, which `connect` does not need
+
         name = f"ray_pipe/{self._label}/stage-{index}{part}"
         return remote_stage(index, name=name, num_gpus=self.placement.num_gpus, strategy=strategy)
 

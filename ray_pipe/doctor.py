@@ -165,7 +165,7 @@ def _look(
     # Ray and others print to standard output; the JSON must stay alone there.
     quiet = contextlib.redirect_stdout(err) if args.json else contextlib.nullcontext()
     with quiet, Watching(err if args.json else out) as watching:
-        watching.on_phase("loading torch and ray")
+        watching.on_phase("loading Ray")
         checkup = (examine or _rounds())(
             args.address,
             watching,

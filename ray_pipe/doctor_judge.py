@@ -294,7 +294,7 @@ def _next(
             why="train here, in four stages joined by emulated 100 Mbps links",
         )
         return
-    stages = max(MIN_STAGES, len(checkup.nodes))
+    stages = max(MIN_STAGES, len(checkup.stage_nodes))
     shape = ["--stages", str(stages)]
     if stages > DEFAULT_BLOCKS:
         shape += ["--set", f"model.layers={stages}"]

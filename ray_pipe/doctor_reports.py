@@ -87,6 +87,11 @@ class NodeReport:
     """Where Prometheus can read its metrics."""
 
     @property
+    def takes_stages(self) -> bool:
+        """As `planner.placement` chooses: a node with no CPUs and no GPUs is kept free."""
+        return self.ray_cpus > 0 or self.ray_gpus >= 1
+
+    @property
     def label(self) -> str:
         return f"node {self.index} ({self.address})"
 
@@ -156,6 +161,11 @@ class Checkup:
     dashboard: str | None = None
     error: str | None = None
     """Why there is no cluster to look at."""
+
+    @property
+    def stage_nodes(self) -> tuple[NodeReport, ...]:
+        """Nodes that take a stage each: all but those that Ray was told to keep free of work."""
+        return tuple(node for node in self.nodes if node.takes_stages) or self.nodes
 
     def link(self, source: int, target: int) -> LinkReport | None:
         return next((x for x in self.links if (x.source, x.target) == (source, target)), None)

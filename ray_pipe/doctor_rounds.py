@@ -5,9 +5,8 @@ Links are measured one at a time, so that none shares a wire with another measur
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, Protocol
@@ -18,9 +17,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_pipe import doctor_probe
-from ray_pipe.cluster import connect
+from ray_pipe.cluster import connect, nodes
 from ray_pipe.doctor_reports import Checkup, Disk, LinkReport, NodeReport, Software
 from ray_pipe.errors import ClusterError
+from ray_pipe.planner.placement import by_address
 
 START_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 60.0
@@ -62,16 +62,15 @@ def examine(
     disks = (Disk(**doctor_probe.disk(out)),)
     try:
         watcher.on_phase("starting Ray" if address is None else f"connecting to {address}")
-        with connect(address):
-            nodes, probes = _nodes(watcher, folders)
-            links = _reach_all(nodes, probes, watcher)
+        with connect(address) as dashboard:
+            reports, probes = _look_at_nodes(watcher, folders)
+            links = _reach_all(reports, probes, watcher)
             if bandwidth:
                 chosen = [x for x in links if x.error is None]
                 if neighbours_only:
                     chosen = [x for x in chosen if abs(x.source - x.target) == 1]
                 measured = _measure(chosen, probes, watcher, seconds, limit_nbytes)
                 links = [measured.get((x.source, x.target), x) for x in links]
-            dashboard = _dashboard()
             for probe in probes.values():
                 ray.kill(probe)
     except ClusterError as error:
@@ -80,26 +79,18 @@ def examine(
         address=address,
         here=here,
         disks=disks,
-        nodes=tuple(nodes),
+        nodes=tuple(reports),
         links=tuple(links),
         dashboard=dashboard,
     )
 
 
-def in_order(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nodes that are alive: the head first, then by address, so that numbers stay the same."""
-    alive = [node for node in nodes if node["Alive"]]
-
-    def key(node: dict[str, Any]) -> tuple[Any, ...]:
-        numbers = [int(part) if part.isdigit() else 0 for part in _address(node).split(".")]
-        return (not _is_head(node), numbers, _address(node), node["NodeID"])
-
-    return sorted(alive, key=key)
-
-
-def _nodes(watcher: Watcher, folders: Sequence[str]) -> tuple[list[NodeReport], dict[int, Any]]:
-    listed: Any = ray.nodes  # untyped in ray
-    infos = in_order(listed())
+def _look_at_nodes(
+    watcher: Watcher, folders: Sequence[str]
+) -> tuple[list[NodeReport], dict[int, Any]]:
+    """Nodes in the order in which stages are placed on them, so that numbers mean the same."""
+    by_id = {info["NodeID"]: info for info in _listed()}
+    infos = [by_id[node.id] for node in sorted(nodes(), key=by_address)]
     watcher.on_phase(f"looking at {len(infos)} node{'s' if len(infos) > 1 else ''}")
     # By value: the nodes need not have our source, and if they have other source it is not used.
     pickler: Any = cloudpickle  # untyped in ray
@@ -129,6 +120,12 @@ def _nodes(watcher: Watcher, folders: Sequence[str]) -> tuple[list[NodeReport], 
         found["gpus"] = tuple(found["gpus"])
         reports.append(replace(report, **found, **_clock(probes[index])))
     return reports, probes
+
+
+def _listed() -> list[dict[str, Any]]:
+    listed: Any = ray.nodes  # untyped in ray
+    found: list[dict[str, Any]] = listed()
+    return found
 
 
 def _start(info: dict[str, Any]) -> Any:
@@ -171,18 +168,17 @@ def _clock(probe: Any) -> dict[str, Any]:
 
 
 def _reach_all(
-    nodes: Sequence[NodeReport], probes: dict[int, Any], watcher: Watcher
+    reports: Sequence[NodeReport], probes: dict[int, Any], watcher: Watcher
 ) -> list[LinkReport]:
     pairs = [(a, b) for a in probes for b in probes if a != b]
     if pairs:
         watcher.on_phase(f"reaching from node to node, {len(pairs)} ways")
-    listed: Any = ray.nodes
     ports = {
-        info["NodeID"]: [info["NodeManagerPort"], info["ObjectManagerPort"]] for info in listed()
+        info["NodeID"]: [info["NodeManagerPort"], info["ObjectManagerPort"]] for info in _listed()
     }
     links = []
     for a, b in pairs:
-        target = nodes[b]
+        target = reports[b]
         call = probes[a].reach.remote(probes[b], target.address, ports[target.node_id])
         found = _answer(call, REACH_TIMEOUT_S)
         links.append(LinkReport(source=a, target=b, **found))
@@ -217,18 +213,6 @@ def _answer(call: Any, timeout_s: float) -> dict[str, Any]:
     except RayError as error:
         return {"error": _first_line(error)}
     return found
-
-
-def _dashboard() -> str | None:
-    try:
-        worker: Any = importlib.import_module("ray._private.worker")
-        ask: Callable[[], str | None] = worker.get_dashboard_url
-        url = ask()
-    except (ImportError, AttributeError):  # private to Ray; it may move
-        return None
-    if not url:
-        return None
-    return url if url.startswith("http") else f"http://{url}"
 
 
 def _address(info: dict[str, Any]) -> str:

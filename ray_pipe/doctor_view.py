@@ -32,7 +32,7 @@ class Watching:
         self.console = make_console(stream)
         self._clock = clock
         self._start_s = clock()
-        self._phase = "loading torch and ray"
+        self._phase = "loading Ray"
         self._num_links = 0
         self._done = 0
         self._estimate_s = 0.0

@@ -18,18 +18,23 @@ def topology_of(checkup: Checkup) -> Topology:
     A node's uplink is the fastest of what it sent; slower links keep their own rate. Three digits:
     no measurement is better. Raises `ConfigError` where a link was not measured.
     """
-    num_nodes = len(checkup.nodes)
-    missing = [
-        f"{a}->{b}"
-        for a in range(num_nodes)
-        for b in range(num_nodes)
-        if a != b and not ((link := checkup.link(a, b)) and link.is_measured)
-    ]
-    if num_nodes < 2:
+    nodes = [node.index for node in checkup.stage_nodes]
+    if len(nodes) < 2:
         raise ConfigError(
-            f"--topology-out: {num_nodes} node has no links; connect to a cluster of two or more "
+            f"--topology-out: {len(nodes)} node has no links; connect to a cluster of two or more "
             "with --address."
         )
+    measured = {
+        (stage, other): checkup.link(a, b)
+        for stage, a in enumerate(nodes)
+        for other, b in enumerate(nodes)
+        if a != b
+    }
+    missing = [
+        f"{nodes[stage]}->{nodes[other]}"
+        for (stage, other), link in measured.items()
+        if link is None or not link.is_measured
+    ]
     if missing:
         raise ConfigError(
             f"--topology-out: {len(missing)} links have no measured bandwidth "
@@ -37,17 +42,18 @@ def topology_of(checkup: Checkup) -> Topology:
             "leave out --quick and --neighbours."
         )
     links = {
-        (link.source, link.target): LinkSpec(
+        pair: LinkSpec(
             bandwidth_bps=_digits(link.bandwidth_bps or math.inf),
             latency_s=_digits(link.latency_s or 0.0),
         )
-        for link in checkup.links
+        for pair, link in measured.items()
+        if link is not None
     }
     uplinks = tuple(
-        max(spec.bandwidth_bps for (source, _), spec in links.items() if source == node)
-        for node in range(num_nodes)
+        max(spec.bandwidth_bps for (source, _), spec in links.items() if source == stage)
+        for stage in range(len(nodes))
     )
-    return Topology(num_nodes=num_nodes, uplinks_bps=uplinks, links=links)
+    return Topology(num_nodes=len(nodes), uplinks_bps=uplinks, links=links)
 
 
 def _digits(value: float, digits: int = 3) -> float:
@@ -59,8 +65,11 @@ def write_topology(checkup: Checkup, path: str | Path, *, when: str) -> None:
     topology = topology_of(checkup)
     lines = [
         f"# Links as `python -m ray_pipe.doctor` measured them, {when}: payload through Ray, one",
-        "# way, one link at a time. Stages are numbered like nodes:",
-        *(f"#   {node.index}: {node.address} {node.host}".rstrip() for node in checkup.nodes),
+        "# way, one link at a time. The stages and their nodes:",
+        *(
+            f"#   {stage}: {node.address} {node.host}".rstrip()
+            for stage, node in enumerate(checkup.stage_nodes)
+        ),
         f"# python -m ray_pipe.run --stages {topology.num_nodes} --topology {path}",
     ]
     text = yaml.safe_dump(topology.as_dict(), sort_keys=False, default_flow_style=None)

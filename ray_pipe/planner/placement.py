@@ -90,10 +90,10 @@ def place(num_stages: int, nodes: Sequence[Node], *, avoid: Collection[str] = ()
         able = [node for node in nodes if node.num_cpus > 0] or list(nodes)  # 0: keep off
     if not able:
         raise ClusterError("the cluster has no node that could take a stage; see `ray status`")
-    able.sort(key=_by_address)
+    able.sort(key=by_address)
     if len(able) > num_stages:
         able = [node for node in able if not node.is_head] + [node for node in able if node.is_head]
-        able = sorted(able[:num_stages], key=_by_address)
+        able = sorted(able[:num_stages], key=by_address)
     return Placement(
         nodes=tuple(_in_runs(num_stages, able, on_gpus=on_gpus)),
         num_gpus=1.0 if on_gpus else 0.0,
@@ -110,7 +110,7 @@ def move(
 ) -> Placement:
     """Places for stages that lost their actor: their own node if it lives, else a node that has no
     stage yet, else beside the nearest neighbour."""
-    alive = sorted((node for node in nodes if node.id not in avoid), key=_by_address)
+    alive = sorted((node for node in nodes if node.id not in avoid), key=by_address)
     homes: dict[int, Node] = {
         stage: node for stage, node in enumerate(placement.nodes) if stage not in stages
     }
@@ -150,7 +150,7 @@ def _in_runs(num_stages: int, nodes: Sequence[Node], *, on_gpus: bool) -> list[N
     return [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
 
 
-def _by_address(node: Node) -> tuple[bool, int, int, str]:
+def by_address(node: Node) -> tuple[bool, int, int, str]:
     """The head first, then by address as a number: 10.0.0.9 comes before 10.0.0.10."""
     try:
         address = ip_address(node.ip)

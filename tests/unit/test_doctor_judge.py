@@ -37,6 +37,12 @@ def test_a_healthy_cluster_is_told_to_train_with_a_stage_for_each_node() -> None
     ]
 
 
+def test_a_head_that_is_kept_free_gets_no_stage() -> None:
+    (step,) = judge(with_node(healthy(), 0, ray_cpus=0.0)).next_commands
+
+    assert "--stages 2 " in step.command
+
+
 def test_a_written_topology_can_be_rehearsed() -> None:
     verdict = judge(healthy(6), topology_path="my links.yaml")
 

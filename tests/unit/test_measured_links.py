@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doctor_patients import healthy, with_link, without_bandwidth
+from doctor_patients import healthy, with_link, with_node, without_bandwidth
 
 from netsim.topology import LinkSpec, Topology
 from ray_pipe.errors import ConfigError
@@ -36,6 +36,15 @@ def test_the_file_says_who_is_who(tmp_path: Path) -> None:
 
     assert "#   0: 10.0.0.10 host0" in lines
     assert "#   2: 10.0.0.12 host2" in lines
+
+
+def test_a_head_that_takes_no_stage_is_no_node_of_the_topology() -> None:
+    checkup = with_node(with_link(healthy(), 1, 2, bandwidth_bps=5e6), 0, ray_cpus=0.0)
+
+    topology = topology_of(checkup)
+
+    assert topology.num_nodes == 2
+    assert (topology.rate_bps(0, 1), topology.rate_bps(1, 0)) == (5e6, 94.8e6)
 
 
 def test_without_a_handshake_half_a_call_is_the_latency() -> None:
