@@ -1,0 +1,130 @@
+"""The mean over a group: pieces are gathered at owners, averaged there, and given back.
+
+`direct`: each member sends piece i to the i-th member, which averages and sends the mean to all.
+`ring`: partial sums travel round the ring, then the means do. Both send 2 (g-1)/g of the vector
+from each member; the ring takes 2 (g-1) latencies, the direct way 2.
+
+Rounding. With `keep`, whoever encodes a value keeps what the encoding lost, so the sum over the
+members is what it was, to the last bit but for float addition: a member adds `mean - read` where
+`read` is its own message as the others read it; an owner's loss is that of all g members, so it
+keeps g times that. Without `keep` all members end with the same bits and the loss is the codec's
+(error feedback, if it has any). Sums run in the order of ids, never in that of arrival.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.lanes import Lane
+from stages.sync.payload import Coder
+from stages.sync.post import Inbox
+from stages.sync.strategy import SyncPlan, SyncResult
+
+OPS = ("up", "down", "pass", "share")
+
+
+class Collective:
+    """The reduce of one stage."""
+
+    def __init__(self, *, me: int, inbox: Inbox, coder: Coder, lane: Lane) -> None:
+        self._me = me
+        self._inbox = inbox
+        self._coder = coder
+        self._lane = lane
+
+    async def reduce(self, plan: SyncPlan, vector: Any) -> SyncResult:
+        """The mean of all members' vectors, or what takes the own vector there."""
+        if plan.peers == (self._me,):
+            return SyncResult(value=vector, delta=None, contributors=plan.peers)
+        way = self._ring if plan.route == "ring" else self._direct
+        values, kept, nbytes = await way(plan, vector)
+        coder = self._coder
+        value = coder.join(values)
+        if not plan.keep:
+            return SyncResult(value=value, contributors=plan.peers, nbytes=nbytes)
+        delta = coder.combine([value, coder.join(kept), vector], [1.0, 1.0, -1.0])
+        return SyncResult(delta=delta, contributors=plan.peers, nbytes=nbytes)
+
+    async def _direct(self, plan: SyncPlan, vector: Any) -> tuple[list[Any], list[Any], int]:
+        members, coder, tag = plan.peers, self._coder, (plan.epoch, plan.number)
+        num = len(members)
+        place = members.index(self._me)
+        pieces = coder.cut(vector, num)
+        kept = list(pieces)  # placeholders; every one is replaced below
+        nbytes = 0
+        for index in _others(place, num):
+            packet, read = await self._encode(f"up/{num}/{index}", pieces[index], plan)
+            kept[index] = coder.combine([pieces[index], read], [1.0, -1.0])
+            nbytes += self._inbox.send(members[index], "up", tag, part=index, packet=packet)
+        packets = await self._inbox.collect(
+            "up",
+            tag,
+            [(place, member) for member in members if member != self._me],
+            limit_s=plan.deadline_s,
+        )
+        mean = await self._lane.run("decode", "reduce", -1, self._mean, packets, pieces, place)
+        packet, read = await self._encode(f"down/{num}/{place}", mean, plan)
+        kept[place] = coder.combine([mean, read], [float(num), -float(num)])
+        for index in _others(place, num):
+            nbytes += self._inbox.send(members[index], "down", tag, part=place, packet=packet)
+        others = [index for index in range(num) if index != place]
+        packets = await self._inbox.collect(
+            "down", tag, [(index, members[index]) for index in others], limit_s=plan.deadline_s
+        )
+        values: list[Any] = [None] * num
+        values[place] = read
+        for index, packet in zip(others, packets, strict=True):
+            values[index] = await self._decode(packet)
+        return values, kept, nbytes
+
+    def _mean(self, packets: list[Any], pieces: list[Any], place: int) -> Any:
+        vectors = [self._coder.decode(packet) for packet in packets]
+        vectors.insert(place, pieces[place])
+        return self._coder.mean(vectors)
+
+    async def _ring(self, plan: SyncPlan, vector: Any) -> tuple[list[Any], list[Any], int]:
+        members, coder, tag = plan.peers, self._coder, (plan.epoch, plan.number)
+        num = len(members)
+        place = members.index(self._me)
+        after, before = members[(place + 1) % num], members[(place - 1) % num]
+        pieces = coder.cut(vector, num)
+        kept = list(pieces)
+        nbytes = 0
+        part = place
+        total = pieces[place]
+        for _ in range(num - 1):
+            packet, read = await self._encode(f"pass/{num}/{part}", total, plan)
+            kept[part] = coder.combine([total, read], [1.0, -1.0])
+            nbytes += self._inbox.send(after, "pass", tag, part=part, packet=packet)
+            part = (part - 1) % num
+            (packet,) = await self._inbox.collect(
+                "pass", tag, [(part, before)], limit_s=plan.deadline_s
+            )
+            total = coder.combine([await self._decode(packet), pieces[part]], [1.0, 1.0])
+        mean = coder.combine([total], [1.0 / num])
+        packet, read = await self._encode(f"share/{num}/{part}", mean, plan)
+        kept[part] = coder.combine([mean, read], [float(num), -float(num)])
+        values: list[Any] = [None] * num
+        values[part] = read
+        for _ in range(num - 1):
+            # The packet goes on as it came: everybody reads the owner's bits.
+            nbytes += self._inbox.send(after, "share", tag, part=part, packet=packet)
+            part = (part - 1) % num
+            (packet,) = await self._inbox.collect(
+                "share", tag, [(part, before)], limit_s=plan.deadline_s
+            )
+            values[part] = await self._decode(packet)
+        return values, kept, nbytes
+
+    async def _encode(self, slot: str, vector: Any, plan: SyncPlan) -> tuple[Any, Any]:
+        if plan.exact:
+            return self._coder.encode(slot, vector, exact=True)
+        return await self._lane.run("encode", slot, -1, self._coder.encode, slot, vector)
+
+    async def _decode(self, packet: Any) -> Any:
+        return await self._lane.run("decode", "reduce", -1, self._coder.decode, packet)
+
+
+def _others(place: int, num: int) -> list[int]:
+    """All places but one's own, the next first: not everybody writes to member 0 at once."""
+    return [(place + shift) % num for shift in range(1, num)]

@@ -1,0 +1,143 @@
+"""Moves the shard of one stage as a plan says; knows links, codec and deadlines, no algorithm.
+
+Path: stages.sync.strategy -> stages.sync.exchange -> stages.sync.post
+
+    reduce    the mean over a group                         stages.sync.collective
+    mailbox   push to neighbours, mix what they pushed      stages.sync.updates
+    swap      meet one peer half way                        stages.sync.swap
+    fetch     the result of a finished reduce, from a member that has it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from compressors.base import Packet
+from compressors.frame import FrameHeader
+from stages.lanes import Lane
+from stages.sync.collective import OPS, Collective
+from stages.sync.payload import Coder
+from stages.sync.post import Inbox, Post
+from stages.sync.strategy import State, SyncPlan, SyncResult
+from stages.sync.updates import Updates
+
+T = TypeVar("T")
+
+
+class AtOnce:
+    """A lane without a thread: work happens when it is asked for."""
+
+    async def run(
+        self, phase: str, name: str, micro_batch: int, work: Callable[..., T], *args: object
+    ) -> T:
+        return work(*args)
+
+
+@dataclass(slots=True)
+class Handle:
+    """An exchange that has begun."""
+
+    plan: SyncPlan
+    task: asyncio.Task[SyncResult]
+
+
+class Exchange:
+    """The exchanges of one stage, one at a time."""
+
+    def __init__(self, post: Post, coder: Coder, *, lane: Lane | None = None) -> None:
+        self.post = post
+        self.coder = coder
+        self.inbox = Inbox(post, (*OPS, "gift"))
+        self._lane: Lane = AtOnce() if lane is None else lane
+        self._collective = Collective(
+            me=post.replica, inbox=self.inbox, coder=coder, lane=self._lane
+        )
+        self.updates = Updates(post=post, coder=coder, lane=self._lane)
+        self._last: tuple[int, Any] = (-1, None)
+        post.handlers["give"] = self._give
+        post.handlers["again"] = self._again
+
+    @property
+    def last_number(self) -> int:
+        """The last reduce that this stage has the result of."""
+        return self._last[0]
+
+    def publish(self, plan: SyncPlan, vector: Any) -> None:
+        """Push to the mailboxes of `plan.peers`; never waits. `vector` must not change."""
+        self.updates.publish(plan, vector)
+
+    def begin(self, plan: SyncPlan, vector: Any) -> Handle:
+        """Start at once; `vector` must not change before `finish` returns."""
+        return Handle(plan, asyncio.create_task(self._run(plan, vector), name=str(plan.op)))
+
+    async def finish(self, handle: Handle) -> SyncResult:
+        """The result; raises `Interrupted` if there will be none."""
+        return await handle.task
+
+    def refuse_before(self, epoch: int) -> None:
+        """End what belongs to an earlier epoch, running or still to come."""
+        self.inbox.refuse_before(epoch)
+
+    def cancel(self, epoch: int, number: int) -> None:
+        """End one exchange, running or still to come."""
+        self.inbox.cancel((epoch, number))
+
+    def state_dict(self) -> State:
+        return {"coder": self.coder.state_dict(), "updates": self.updates.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.coder.load_state_dict(state["coder"])
+        self.updates.load_state_dict(state["updates"])
+
+    async def _run(self, plan: SyncPlan, vector: Any) -> SyncResult:
+        start = asyncio.get_running_loop().time()
+        work: dict[str, Callable[[SyncPlan, Any], Coroutine[Any, Any, SyncResult]]] = {
+            "reduce": self._collective.reduce,
+            "mailbox": self.updates.mix,
+            "fetch": self._fetch,
+        }
+        try:
+            result = await work[plan.op](plan, vector)
+            if plan.op == "mailbox":
+                return result
+            self.inbox.check((plan.epoch, plan.number))
+        except BaseException:
+            self.coder.abort()
+            raise
+        self.coder.commit()
+        self.inbox.close((plan.epoch, plan.number))
+        if result.value is not None:
+            self._last = (plan.number, result.value)
+        waited_s = asyncio.get_running_loop().time() - start
+        return SyncResult(
+            value=result.value,
+            delta=result.delta,
+            contributors=result.contributors,
+            nbytes=result.nbytes,
+            waited_s=waited_s,
+        )
+
+    async def _fetch(self, plan: SyncPlan, vector: Any) -> SyncResult:
+        (donor,) = plan.peers
+        self.post.send(donor, "give", epoch=plan.epoch, number=plan.number)
+        (packet,) = await self.inbox.collect(
+            "gift", (plan.epoch, plan.number), [(0, donor)], limit_s=plan.deadline_s
+        )
+        return SyncResult(value=self.coder.decode(packet), contributors=plan.peers)
+
+    def _give(self, header: FrameHeader, packet: Packet | None) -> None:
+        number, value = self._last
+        if header.step == number:
+            gift, _ = self.coder.encode("gift", value, exact=True)
+            self.inbox.send(
+                header.replica, "gift", (header.generation, number), part=0, packet=gift
+            )
+
+    def _again(self, header: FrameHeader, packet: Packet | None) -> None:
+        if header.body["what"] == "gift":  # the question may have been lost, not the answer
+            self._give(header, packet)
+        else:
+            self.inbox.answer(header, packet)

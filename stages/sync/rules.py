@@ -1,0 +1,178 @@
+"""What a stage sends of its shard, and what it does with the answer.
+
+Path: stages.sync.exchange -> stages.sync.rules -> stages.record
+
+The arithmetic of a strategy at one stage; whatever must be remembered between exchanges (anchor,
+momentum) lives here, one part at every stage of every replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from stages.sync.strategy import State, SyncResult
+
+
+class Shard(Protocol):
+    """One stage's part of the model, as flat vectors."""
+
+    def parameters(self) -> Any: ...
+    def set_parameters(self, vector: Any) -> None: ...
+    def gradients(self) -> Any: ...
+    def set_gradients(self, vector: Any) -> None: ...
+    def update(self, k: int) -> None: ...
+    def lr(self, k: int) -> float: ...
+
+
+class Rule(Protocol):
+    """How one stage takes part in a strategy's exchanges."""
+
+    updates: bool
+    """The rule makes the update itself; the shard's own optimizer rests."""
+
+    def outgoing(self, shard: Shard, k: int) -> Any: ...
+    def incoming(self, shard: Shard, k: int, result: SyncResult) -> None: ...
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Forgetful:
+    """A rule that remembers nothing."""
+
+    updates = False
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, got keys {sorted(state)}")
+
+
+class GradientMean(Forgetful):
+    """Gradients become their mean; the optimizer does the rest, alike everywhere."""
+
+    def outgoing(self, shard: Shard, k: int) -> Any:
+        return shard.gradients()
+
+    def incoming(self, shard: Shard, k: int, result: SyncResult) -> None:
+        shard.set_gradients(result.value)
+
+
+class ParameterMove(Forgetful):
+    """Parameters move by the delta, which leaves alone what a local step did meanwhile.
+
+    Moments of the optimizer stay the replica's own.
+    """
+
+    def outgoing(self, shard: Shard, k: int) -> Any:
+        return shard.parameters()
+
+    def incoming(self, shard: Shard, k: int, result: SyncResult) -> None:
+        if result.delta is not None:
+            shard.set_parameters(shard.parameters() + result.delta)
+
+
+class OuterStep:
+    """DiLoCo: the mean way from the anchor is a gradient for an outer Nesterov step.
+
+    With `lr` 1 and no momentum this is parameter averaging, LocalSGD. Anchors and momenta are the
+    same bits at every replica, because the mean is.
+    """
+
+    updates = False
+
+    def __init__(self, *, lr: float = 0.7, momentum: float = 0.9) -> None:
+        self.lr = lr
+        self.momentum = momentum
+        self.anchor: Any = None
+        self._velocity: Any = None
+
+    def begin(self, shard: Shard) -> None:
+        """The parameters that all replicas start from."""
+        self.anchor = shard.parameters()
+        self._velocity = 0.0 * self.anchor
+
+    def outgoing(self, shard: Shard, k: int) -> Any:
+        return self.anchor - shard.parameters()
+
+    def incoming(self, shard: Shard, k: int, result: SyncResult) -> None:
+        self._velocity = self.momentum * self._velocity + result.value
+        step = result.value + self.momentum * self._velocity
+        self.anchor = self.anchor - self.lr * step
+        shard.set_parameters(self.anchor)
+
+    def state_dict(self) -> State:
+        return {"anchor": self.anchor.clone(), "velocity": self._velocity.clone()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.anchor = state["anchor"].clone()
+        self._velocity = state["velocity"].clone()
+
+
+class FrozenAdam:
+    """QuantizedAdam: after a warm-up the variance is frozen and momenta are what is agreed on.
+
+        warm-up:  u = b1 u + (1 - b1) g;  v = b2 v + (1 - b2) g g     with the exact mean g
+        after:    y = b1 u + (1 - b1) g_local;  u = mean of y, coded twice with error feedback
+        always:   p -= lr (u' / (sqrt(v') + eps) + weight_decay p)
+
+    Both errors, the worker's and the owner's, are kept by the codec (`+ef`). In the warm-up u' and
+    v' are corrected for their start at zero; v' then stays, u' needs no correction any more.
+    """
+
+    updates = True
+
+    def __init__(
+        self,
+        *,
+        warmup: int,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.warmup = warmup
+        self._beta1 = beta1
+        self._beta2 = beta2
+        self._eps = eps
+        self._decay = weight_decay
+        self.count = 0
+        self._mean: Any = None
+        self._variance: Any = None
+
+    def outgoing(self, shard: Shard, k: int) -> Any:
+        gradient = shard.gradients()
+        if self.count < self.warmup:
+            return gradient
+        return self._beta1 * self._mean + (1 - self._beta1) * gradient
+
+    def incoming(self, shard: Shard, k: int, result: SyncResult) -> None:
+        parameters, value = shard.parameters(), result.value
+        if self._mean is None:
+            self._mean = self._variance = 0.0 * parameters
+        self.count += 1
+        if self.count <= self.warmup:
+            self._mean = self._beta1 * self._mean + (1 - self._beta1) * value
+            self._variance = self._beta2 * self._variance + (1 - self._beta2) * value * value
+        else:
+            self._mean = value
+        steps = min(self.count, self.warmup)
+        mean = self._mean / (1 - self._beta1**self.count)
+        root = (self._variance / (1 - self._beta2**steps)) ** 0.5
+        step = mean / (root + self._eps) + self._decay * parameters
+        shard.set_parameters(parameters - shard.lr(k) * step)
+
+    def state_dict(self) -> State:
+        if self._mean is None:
+            return {"count": 0}
+        return {
+            "count": self.count,
+            "mean": self._mean.clone(),
+            "variance": self._variance.clone(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.count = int(state["count"])
+        self._mean = state["mean"].clone() if self.count else None
+        self._variance = state["variance"].clone() if self.count else None

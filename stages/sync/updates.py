@@ -1,0 +1,180 @@
+"""The mailbox of one stage: neighbours push their parameters, tagged; the mix takes them by tag.
+
+An update of a lossy codec is a difference against what the sender published before, its *public
+copy*, which every neighbour holds too; what rounding loses stays in the difference to the next
+one. Each letter names the tag it builds on, so letters may come in any order and more than once. A
+receiver that lacks the base gets a cold one, the public copy as it is. Exact codecs send it always.
+
+Mixing with fixed weights and public copies, `x_i += sum_j W_ij (public_j - public_i)`, keeps the
+mean of the replicas exact, whatever the codec loses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from compressors.base import Packet
+from compressors.frame import FrameHeader
+from stages.lanes import Lane
+from stages.sync.payload import Coder
+from stages.sync.post import Post
+from stages.sync.strategy import State, SyncPlan, SyncResult
+
+START = -1
+"""The tag before the first."""
+
+
+class Updates:
+    """What this stage published, and what its neighbours did."""
+
+    def __init__(self, *, post: Post, coder: Coder, lane: Lane, history: int = 8) -> None:
+        """`history` published versions are kept for neighbours that lost one."""
+        self._post = post
+        self._coder = coder
+        self._lane = lane
+        self._history = history
+        self._published: dict[int, Any] = {}
+        self._tag = START
+        self._sent_to: dict[int, int] = {}
+        self._versions: dict[int, dict[int, Any]] = {}
+        self._floor: dict[int, int] = {}
+        self._early: dict[int, list[tuple[FrameHeader, Packet]]] = {}
+        self._busy: asyncio.Task[None] | None = None
+        self._decoding: set[asyncio.Task[None]] = set()
+        self.num_duplicates = 0
+        self.on_update: Callable[[int, int, int], None] = lambda source, tag, before: None
+        """Hears `(source, tag, the source's tag before it)` of every update that is here."""
+
+        post.handlers["update"] = self._on_update
+        post.handlers["want"] = self._on_want
+
+    def publish(self, plan: SyncPlan, vector: Any) -> None:
+        """Push the parameters of iteration `plan.number` to `plan.peers`. Never waits."""
+        before = self._busy
+        self._busy = asyncio.create_task(self._publish(plan, vector, before), name="publish")
+
+    async def mix(self, plan: SyncPlan, own: Any) -> SyncResult:
+        """What takes the own vector to the mix of the versions that the plan names."""
+        if self._busy is not None:
+            await self._busy
+        me = self._post.replica
+        base = self._published[plan.versions[me]] if me in plan.versions else own
+        vectors, weights = [], []
+        for source, weight in plan.weights.items():
+            tag = plan.versions.get(source)
+            if tag is not None:  # a neighbour that never spoke counts as oneself
+                vectors.append(self._versions[source][tag])
+                weights.append(weight)
+        if not vectors:
+            return SyncResult(contributors=(me,))
+        delta = self._coder.combine([*vectors, base], [*weights, -sum(weights)])
+        return SyncResult(delta=delta, contributors=tuple(sorted({me, *plan.versions})))
+
+    def forget_before(self, source: int, tag: int) -> None:
+        """Versions of a neighbour older than `tag` will not be asked for."""
+        self._floor[source] = max(tag, self._floor.get(source, START))
+        versions = self._versions.get(source, {})
+        newest = max(versions, default=START)
+        for old in [t for t in versions if t < tag and t != newest]:
+            del versions[old]
+
+    def drop(self, source: int) -> None:
+        """A neighbour is gone."""
+        for table in (self._versions, self._early, self._sent_to, self._floor):
+            table.pop(source, None)
+
+    def ask(self, source: int, tag: int) -> None:
+        """An update did not come: ask for it, as it is."""
+        self._post.send(source, "want", number=tag)
+
+    @property
+    def num_held(self) -> int:
+        """Versions of neighbours in memory."""
+        return sum(map(len, self._versions.values()))
+
+    def state_dict(self) -> State:
+        return {
+            "tag": self._tag,
+            "published": dict(self._published),
+            "versions": {source: dict(found) for source, found in self._versions.items()},
+            "sent_to": dict(self._sent_to),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._tag = int(state["tag"])
+        self._published = {int(tag): vector for tag, vector in state["published"].items()}
+        self._versions = {
+            int(source): {int(tag): vector for tag, vector in found.items()}
+            for source, found in state["versions"].items()
+        }
+        self._sent_to = {int(target): int(tag) for target, tag in state["sent_to"].items()}
+        self._early = {}
+
+    async def _publish(
+        self, plan: SyncPlan, vector: Any, before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await before
+        tag, last = plan.number, self._tag
+        packet, public = await self._lane.run("encode", "update", -1, self._encode, vector)
+        self._coder.commit()
+        self._tag = tag
+        self._published[tag] = public
+        for old in sorted(self._published)[: -self._history]:
+            del self._published[old]
+        for target in plan.peers:
+            if self._coder.is_exact or self._sent_to.get(target, START) != last or last == START:
+                self._send(target, tag, last, cold=True, packet=packet if last == START else None)
+            else:
+                self._send(target, tag, last, cold=False, packet=packet)
+            self._sent_to[target] = tag
+
+    def _encode(self, vector: Any) -> tuple[Packet, Any]:
+        """The difference to the public copy; the first of all as it is, so that nobody guesses."""
+        last = self._published.get(self._tag)
+        if self._coder.is_exact or last is None:
+            return self._coder.encode("update", vector, exact=True)
+        change = self._coder.combine([vector, last], [1.0, -1.0])
+        packet, read = self._coder.encode("update", change)
+        return packet, self._coder.combine([last, read], [1.0, 1.0])
+
+    def _send(self, target: int, tag: int, last: int, *, cold: bool, packet: Packet | None) -> None:
+        if packet is None:
+            packet, _ = self._coder.encode("update", self._published[tag], exact=True)
+        body = {"last": last} if not cold else {"last": last, "cold": True}
+        self._post.send(target, "update", number=tag, body=body, packet=packet)
+
+    def _on_want(self, header: FrameHeader, packet: Packet | None) -> None:
+        tags = sorted(self._published)
+        if header.step in self._published:
+            place = tags.index(header.step)
+            last = tags[place - 1] if place else header.step - 1
+            self._send(header.replica, header.step, last, cold=True, packet=None)
+
+    def _on_update(self, header: FrameHeader, packet: Packet | None) -> None:
+        assert packet is not None
+        task = asyncio.create_task(self._take_in(header, packet), name="update")
+        self._decoding.add(task)
+        task.add_done_callback(self._decoding.discard)
+
+    async def _take_in(self, header: FrameHeader, packet: Packet) -> None:
+        source, tag = header.replica, header.step
+        versions = self._versions.setdefault(source, {})
+        if tag in versions or tag < self._floor.get(source, START):
+            self.num_duplicates += 1
+            return
+        vector = await self._lane.run("decode", "update", -1, self._coder.decode, packet)
+        last = header.body["last"]
+        if not header.body.get("cold"):
+            if last not in versions:
+                self._early.setdefault(source, []).append((header, packet))
+                return
+            vector = self._coder.combine([versions[last], vector], [1.0, 1.0])
+        if source not in self._versions or tag in versions:
+            return  # gone, or here, meanwhile
+        versions[tag] = vector
+        self.on_update(source, tag, last)
+        for waiting in self._early.pop(source, []):
+            await self._take_in(*waiting)

@@ -1,0 +1,486 @@
+"""Hop in virtual time: gaps and queues within their bounds, no deadlock, the mean kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compressors.registry import CodecSpec
+from netsim.clock import Deadlock, run_virtual
+from netsim.faults import FaultyLink
+from netsim.topology import Topology
+from stages.sync.fleet import Fleet, num_nodes
+from stages.sync.hop import Hop, HopOptions
+from stages.sync.mixing import Graph, GraphError, directed_ring, double_ring, ring, ring_based
+from stages.sync.patience import Patience
+from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
+from stages.sync.strategy import SyncTimeout
+from tests.unit.fleets import (
+    disagreement,
+    mean_of,
+    priced,
+    quadratics,
+    run_fleet,
+    shuffled,
+    slow_net,
+    uniform_time,
+)
+
+STD = SyncSpec(name="hop")
+BACKUP = SyncSpec(name="hop", backup_workers=1)
+STALE = SyncSpec(name="hop", staleness=3)
+JUMP = SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8)
+LOSSY = SyncSpec(name="hop", codec=CodecSpec(name="directq", bits=4))
+
+
+def two_ahead(num: int) -> Graph:
+    """Edges i -> {i+1, i+5}: directed, on which a jump without the cap deadlocks."""
+    return Graph(range(num), [(i, (i + d) % num) for i in range(num) for d in (1, 5)])
+
+
+def hop_with(graph: Graph, kind: type[Hop] = Hop) -> type[Assembly]:
+    """An assembly with any graph and a Hop that may be a mutant."""
+
+    class Mine(Assembly):
+        def strategy(self, post: Any, exchanges: Any) -> Any:
+            spec = self.spec
+            return kind(
+                post=post,
+                exchanges=exchanges,
+                graph=graph,
+                options=HopOptions(
+                    max_gap=spec.max_gap,
+                    backup_workers=spec.backup_workers,
+                    staleness=spec.staleness,
+                    max_jump=spec.skip,
+                ),
+                patience=Patience(first_s=1e6, floor_s=1e6),  # a deadlock must show as one
+            )
+
+    return Mine
+
+
+class Watch:
+    """Largest differences of iterations between all pairs, seen at every entry."""
+
+    def __init__(self, num: int) -> None:
+        self.iteration = [0] * num
+        self.gaps: dict[tuple[int, int], int] = defaultdict(int)
+
+    def __call__(self, replica: int, k: int) -> None:
+        self.iteration[replica] = k
+        for other, there in enumerate(self.iteration):
+            self.gaps[replica, other] = max(self.gaps[replica, other], k - there)
+
+
+def run_hop(
+    graph: Graph,
+    sync: SyncSpec,
+    num_steps: int = 60,
+    *,
+    slow: str = "random:6x@0.06",
+    kind: type[Hop] = Hop,
+    seed: int = 0,
+    trainers: Sequence[Any] | None = None,
+    **options: Any,
+) -> tuple[Fleet, Watch]:
+    num = len(graph.nodes)
+    watch = Watch(num)
+    if trainers is None:
+        options = priced(num, uniform_time(num, slow, seed=seed)) | options
+        trainers = options.pop("trainers")
+    fleet = run_fleet(
+        trainers,
+        replace(sync, graph="ring"),
+        num_steps,
+        assembly=hop_with(graph, kind),
+        topology=Topology.uniform(num_nodes(num), latency_s=0.02),
+        on_step=watch,
+        limit_s=1e5,
+        **options,
+    )
+    return fleet, watch
+
+
+def bounds(graph: Graph, sync: SyncSpec) -> dict[tuple[int, int], int]:
+    """Largest Iter(i) - Iter(j), section 1.4 of the spec."""
+    far = {node: graph.distances(node) for node in graph.nodes}
+    found = {}
+    for i in graph.nodes:
+        for j in graph.nodes:
+            by_token = sync.max_gap * far[i][j]
+            by_update = (sync.staleness + 1) * far[j][i]
+            found[i, j] = by_token if sync.backup_workers else min(by_token, by_update)
+    return found
+
+
+def violations(graph: Graph, sync: SyncSpec, watch: Watch) -> list[tuple[int, int]]:
+    limit = bounds(graph, sync)
+    return [pair for pair, gap in watch.gaps.items() if gap > limit[pair]]
+
+
+GRAPHS = {
+    "ring": ring(8),
+    "directed ring": directed_ring(8),
+    "ring-based": ring_based(8),
+    "double-ring": double_ring(8),
+}
+MODES = {
+    "standard": STD,
+    "backup": replace(BACKUP, max_gap=3),
+    "stale": replace(STALE, max_gap=3),
+    "jump": replace(JUMP, max_gap=3),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("mode", MODES)
+def test_gaps_stay_within_their_bounds_and_reach_them(graph: str, mode: str) -> None:
+    sync, net = MODES[mode], GRAPHS[graph]
+    if sync.backup_workers >= min(len(net.into(i)) for i in net.nodes):
+        sync = replace(sync, backup_workers=0)
+    _, watch = run_hop(net, sync, 150, slow="2:4x,random:6x@0.1")
+
+    assert violations(net, sync, watch) == []
+    limit = bounds(net, sync)
+    assert any(gap == limit[pair] > 0 for pair, gap in watch.gaps.items())
+
+
+class TokenOnFinishing(Hop):
+    def entered(self, k: int) -> None:
+        self.k = k
+        self._grant(k + 1)
+
+
+class OneTokenTooMany(Hop):
+    def _tokens(self, out_neighbour: int) -> int:
+        return super()._tokens(out_neighbour) + 1
+
+
+class TokensAlongTheEdges(Hop):
+    def _grant(self, k: int) -> None:
+        for target in self.graph.out_of(self._me):
+            self._post.send(target, "token", epoch=self.epoch, number=k)
+
+    async def gate(self, k: int) -> int:
+        into = self.graph.into(self._me)
+        await self._until(lambda: all(self._tokens(j) >= 1 for j in into), list, "token")
+        return k
+
+
+@pytest.mark.parametrize(
+    ("mutant", "graph"),
+    [
+        (TokenOnFinishing, ring_based(8)),
+        (OneTokenTooMany, ring_based(8)),
+        (TokensAlongTheEdges, directed_ring(8)),
+    ],
+)
+def test_mutant_tokens_break_the_bounds(mutant: type[Hop], graph: Graph) -> None:
+    # On the directed ring updates may be old, so that nothing but tokens holds the fast back.
+    sync = (
+        MODES["backup"] if len(graph.into(0)) > 1 else SyncSpec(name="hop", staleness=60, max_gap=2)
+    )
+    _, right = run_hop(graph, sync, 120, slow="random:6x@0.1")
+    _, watch = run_hop(graph, sync, 120, slow="random:6x@0.1", kind=mutant)
+
+    assert violations(graph, sync, right) == []
+    assert len(violations(graph, sync, watch)) >= 10
+
+
+def test_queues_stay_within_their_slots_and_fill_them() -> None:
+    graph, sync = ring_based(8), replace(BACKUP, max_gap=3)
+    fleet, _ = run_hop(graph, sync, 200, slow="2:4x,random:6x@0.1")
+    sizes = [replica.strategy.max_queue for replica in fleet.replicas.values()]  # type: ignore[attr-defined]
+
+    assert max(sizes) == (1 + 3) * 3
+    held = [replica.exchanges[0].updates.num_held for replica in fleet.replicas.values()]
+    assert max(held) <= (2 + 3) * 3
+
+
+class KeepsOldTags(Hop):
+    def _forget_before(self, source: int, tag: int) -> None:
+        self._mixed = -1
+
+
+def test_mutant_old_tags_fill_the_queue() -> None:
+    fleet, _ = run_hop(ring_based(8), replace(BACKUP, max_gap=3), 60, kind=KeepsOldTags)
+
+    assert max(r.strategy.max_queue for r in fleet.replicas.values()) > 60  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(3))
+def test_everybody_finishes_whoever_is_slow(mode: str, seed: int) -> None:
+    for graph in (ring_based(8), two_ahead(11)):
+        slow = "1:4x,5:6x,random:6x@0.06"
+        fleet, _ = run_hop(graph, MODES[mode], 60, slow=slow, seed=seed)
+
+        assert {replica.k for replica in fleet.replicas.values()} == {60}
+
+
+class JumpsByTokens(Hop):
+    def _step(self) -> int:
+        tokens = min(self._tokens(o) for o in self.graph.out_of(self._me))
+        return max(1, min(tokens, self.options.max_gap)) if tokens >= 2 else 1
+
+
+class JumpsWithoutCap(Hop):
+    def _step(self) -> int:
+        behind = min(self._tokens(o) for o in self.graph.out_of(self._me)) - self.options.max_gap
+        return max(1, behind)
+
+
+def test_mutant_jumping_by_tokens_deadlocks() -> None:
+    with pytest.raises((Deadlock, SyncTimeout, TimeoutError)):
+        run_hop(ring(8), SyncSpec(name="hop", skip=8, max_gap=4), 60, kind=JumpsByTokens)
+
+
+def test_mutant_jumping_without_the_cap_deadlocks_on_a_directed_graph() -> None:
+    failed = 0
+    for seed in range(4):
+        sync = SyncSpec(name="hop", backup_workers=1, skip=64, max_gap=2)
+        slow = "1:8x,6:8x,random:6x@0.1"
+        run_hop(two_ahead(11), sync, 120, slow=slow, seed=seed)
+        try:
+            run_hop(two_ahead(11), sync, 120, slow=slow, seed=seed, kind=JumpsWithoutCap)
+        except (Deadlock, SyncTimeout, TimeoutError):
+            failed += 1
+
+    assert failed == 4
+
+
+def test_tokens_held_and_in_flight_follow_the_invariant() -> None:
+    fleet, _ = run_hop(ring_based(8), MODES["jump"], 80, slow="2:6x")
+
+    assert known_iterations(fleet) == {80}
+    assert sum(replica.num_skipped for replica in fleet.replicas.values()) > 0
+
+
+class OneTokenForAJump(Hop):
+    granted = 0
+
+    def _grant(self, k: int) -> None:
+        self.granted = min(self.granted + 1, k)
+        super()._grant(self.granted)
+
+
+def test_mutant_one_token_for_a_jump_breaks_the_invariant() -> None:
+    fleet, _ = run_hop(ring_based(8), MODES["jump"], 80, slow="2:6x", kind=OneTokenForAJump)
+
+    assert known_iterations(fleet) != {80}
+
+
+def known_iterations(fleet: Fleet) -> set[int]:
+    """What replicas know of their out-neighbours when nothing is in flight any more."""
+    return {
+        replica.strategy._entered[other]  # type: ignore[attr-defined]
+        for index, replica in fleet.replicas.items()
+        for other in replica.strategy.graph.out_of(index)  # type: ignore[attr-defined]
+    }
+
+
+@pytest.mark.parametrize("sync", [STD, LOSSY])
+def test_standard_hop_keeps_the_mean(sync: SyncSpec) -> None:
+    trainers = quadratics(8, lr=0.0, offset=1.0)
+    before = mean_of(trainers)
+    spread = disagreement(trainers)
+    run_fleet(trainers, sync, 60, topology=slow_net(8))
+
+    torch.testing.assert_close(mean_of(trainers), before, rtol=0, atol=1e-12)
+    assert disagreement(trainers) < 1e-3 * spread
+
+
+def test_mutant_quantised_parameters_written_over_move_the_mean() -> None:
+    from stages.sync.updates import Updates
+
+    def overwrite(self: Updates, vector: Any) -> Any:
+        packet, read = self._coder.encode("update", vector)
+        self._mutant = read  # type: ignore[attr-defined]
+        packet, _ = self._coder.encode("update", read, exact=True)
+        return packet, read
+
+    original = Updates.mix
+
+    async def mix(self: Updates, plan: Any, own: Any) -> Any:
+        return await original(
+            self,
+            replace(
+                plan, versions={j: v for j, v in plan.versions.items() if j != self._post.replica}
+            ),
+            own,
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updates, "_encode", overwrite)
+        patch.setattr(Updates, "mix", mix)
+        trainers = quadratics(8, lr=0.0, offset=1.0)
+        before = mean_of(trainers)
+        run_fleet(trainers, LOSSY, 20, topology=slow_net(8))
+
+    assert float((mean_of(trainers) - before).norm()) > 1e-3
+
+
+@pytest.mark.parametrize("sync", [STD, LOSSY, JUMP, STALE], ids=["std", "4 bit", "jump", "stale"])
+def test_hop_learns(sync: SyncSpec) -> None:
+    trainers = quadratics(6, spread=0.5, dim=600, compute_s=uniform_time(6, "1:3x"))
+    run_fleet(trainers, sync, 120, topology=slow_net(6, rate_bps=1e7))
+    optimum = torch.stack([trainer._optimum for trainer in trainers]).mean(0)
+
+    assert float((mean_of(trainers) - optimum).pow(2).mean()) < 0.05
+
+
+class MeanOfReceived(Hop):
+    """Renormalises over whoever arrived: rows sum to one, columns do not."""
+
+    async def complete(self, plan: Any) -> Any:
+        tag = plan.number
+        plan = await super().complete(plan)
+        there = {j: w for j, w in plan.weights.items() if plan.versions.get(j) == tag}
+        share = 1 / (1 + len(there))
+        return replace(plan, weights=dict.fromkeys(there, share))
+
+
+def steady_gap(sync: SyncSpec, kind: type[Hop] = Hop) -> float:
+    """Loss of the mean model around its optimum on unlike data, late in a run with a straggler."""
+    trainers = quadratics(16, spread=1.0, dim=8, lr=0.1, compute_s=uniform_time(16, "2:4x"), seed=5)
+    _, _ = run_hop(ring_based(16), sync, 100, kind=kind, trainers=trainers)
+    optimum = torch.stack([trainer._optimum for trainer in trainers]).mean(0)
+    return float((mean_of(trainers) - optimum).pow(2).sum() / 2)
+
+
+def test_late_neighbours_do_not_pull_the_mean_on_unlike_data() -> None:
+    standard = steady_gap(STD)
+
+    assert steady_gap(SyncSpec(name="hop", staleness=5)) < 10 * standard + 1e-3
+    assert steady_gap(BACKUP) < 10 * standard + 1e-3
+
+
+def test_shuffled_and_repeated_letters_change_nothing_in_standard_hop() -> None:
+    for sync in (STD, LOSSY):
+        expected = quadratics(6, spread=1.0)
+        run_fleet(expected, sync, 20, topology=slow_net(6))
+        trainers = quadratics(6, spread=1.0)
+        run_fleet(
+            trainers, sync, 20, topology=slow_net(6),
+            wrap_link=shuffled(share_twice=0.2, by_s=8.0),
+        )  # fmt: skip
+
+        assert all(torch.equal(a.x, b.x) for a, b in zip(trainers, expected))
+
+
+@pytest.mark.parametrize("sync", [STD, LOSSY], ids=["std", "4 bit"])
+def test_lost_updates_and_tokens_are_asked_for_again(sync: SyncSpec) -> None:
+    count = iter(range(100))
+    trainers = quadratics(4, spread=1.0)
+    expected = quadratics(4, spread=1.0)
+    run_fleet(expected, sync, 15)
+    run_fleet(
+        trainers,
+        replace(sync, deadline_s=4.0),
+        15,
+        wrap_link=lambda link: FaultyLink(link, seed=next(count)).drop(share=0.05),
+    )
+
+    assert all(torch.equal(a.x, b.x) for a, b in zip(trainers, expected))
+
+
+def progress_after_death(sync: SyncSpec, kind: type[Hop] = Hop) -> float:
+    """Iterations of the slowest survivor in 400 s with a death at 50 s, over those without."""
+
+    async def main(dies: bool) -> int:
+        fleet = Fleet(
+            sync=sync,
+            topology=slow_net(8, rate_bps=1e7),
+            assembly=hop_with(ring_based(8), kind),
+            **priced(8, uniform_time(8)),
+        )
+        if dies:
+            asyncio.get_running_loop().call_later(50, fleet.kill, 3)
+        await fleet.run_for(400)
+        return min(r.k for i, r in fleet.replicas.items() if i not in fleet.dead)
+
+    return run_virtual(main(True)) / run_virtual(main(False))
+
+
+@pytest.mark.parametrize("sync", [STD, BACKUP, STALE, JUMP], ids=["std", "backup", "stale", "jump"])
+def test_survivors_of_a_death_keep_their_pace(sync: SyncSpec) -> None:
+    assert progress_after_death(sync) >= 0.95
+
+
+class TokenOfTheDead(Hop):
+    def on_member(self, event: Any) -> None:
+        graph = self.graph
+        super().on_member(event)
+        self._ghost = event.replica if event.replica in graph.out_of(self._me) else None
+        self._entered[event.replica] = self.k
+
+    def _tokens(self, out_neighbour: int) -> int:
+        ghost = getattr(self, "_ghost", None)
+        return super()._tokens(out_neighbour if ghost is None else ghost)
+
+
+def test_mutant_still_requiring_the_token_of_the_dead_freezes_the_graph() -> None:
+    assert progress_after_death(BACKUP, TokenOfTheDead) < 0.5
+
+
+def test_all_stages_mix_the_same_versions() -> None:
+    trainers = quadratics(6, num_shards=3, compute_s=uniform_time(6, "1:4x,random:6x@0.1"))
+    whole = quadratics(6, compute_s=uniform_time(6, "1:4x,random:6x@0.1"))
+    run_fleet(trainers, BACKUP, 40, topology=Topology.uniform(num_nodes(6, 3), latency_s=0.02))
+    run_fleet(whole, BACKUP, 40, topology=Topology.uniform(num_nodes(6), latency_s=0.02))
+
+    assert all(torch.equal(a.x, b.x) for a, b in zip(trainers, whole))
+
+
+def test_bytes_are_degree_times_model() -> None:
+    fleet = run_fleet(quadratics(8, dim=4096), STD, 5)
+    messages = sum(link.messages["replica"] for link in fleet.links.values())
+
+    assert messages == 5 * 8 * 3
+    assert 0 < fleet.nbytes() - messages * 8 * 4096 < 160 * messages
+
+
+def test_its_state_is_saved_and_loaded_and_the_run_goes_on_as_if_nothing_was() -> None:
+    expected = quadratics(6, spread=1.0)
+    run_fleet(expected, LOSSY, 20)
+
+    first = quadratics(6, spread=1.0)
+    fleet = run_fleet(first, LOSSY, 12)
+    saved = [replica.state_dict() for replica in fleet.replicas.values()]
+    second = quadratics(6, spread=1.0)
+
+    def load(fleet: Fleet) -> None:
+        for index, replica in fleet.replicas.items():
+            replica.load_state_dict(saved[index])
+            second[index].shards[0].x = first[index].x.clone()
+
+    run_fleet(second, LOSSY, 20, during=load)
+
+    assert all(torch.equal(a.x, b.x) for a, b in zip(second, expected))
+
+
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        (SyncSpec(name="hop", max_gap=0), "sync.max_gap is 0: nobody could ever enter"),
+        (SyncSpec(name="hop", backup_workers=3), "has only 3 neighbours .* set at most 2"),
+        (SyncSpec(name="hop", staleness=-1), "sync.staleness is -1"),
+        (SyncSpec(name="hop", staleness=1, backup_workers=1), "either sync.backup_workers or"),
+        (SyncSpec(name="hop", skip=4, max_gap=1), "skipping needs a gap of 2"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(sync: SyncSpec, message: str) -> None:
+    with pytest.raises(SyncSpecError, match=message):
+        Assembly(sync, range(8))
+
+
+def test_an_unknown_graph_is_refused() -> None:
+    with pytest.raises(GraphError, match="neither a known graph nor a file"):
+        Assembly(SyncSpec(name="hop", graph="torus"), range(8))
