@@ -1,21 +1,27 @@
-"""How fast the native kernels are: against their torch twins and against memcpy.
+"""How fast the native kernels are: against their torch twins, memcpy, and the memory itself.
 
-    python benchmarks/codec_kernels.py [--out FILE.json] [--seconds 0.6]
+    python benchmarks/codec_kernels.py [--out FILE.json] [--seconds 1.5]
 
-One thread, best of many repetitions, native and twin taking turns so that a busy machine slows
-both. GB/s are bytes of the fp32 tensor; memcpy copies that tensor. Rows are bf16. "floor" is the
-least ratio of native to twin for 2 and 4 bits, the claim that the README makes.
+One thread, in its CPU time: waiting for a core does not count. Native and twin take turns of a few
+calls, so that a busy machine slows both; a ratio is the median over turns of the ratio of their
+medians. Freed memory is kept by the process: otherwise the twin, which needs several temporary
+tensors, would pay for page faults in every call (up to 10x of its time) and look worse. GB/s are
+bytes of the fp32 tensor; memcpy copies that tensor. Rows are bf16. "limit" is what a decoder would
+reach that only wrote its outputs and read nothing: the twin's time over that of
+`torch.empty(…).zero_()` for each of them. Where it is below the target, no kernel can meet the
+target on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import math
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,27 +31,41 @@ from compressors import kernels
 SHAPES = ((1024, 128), (2048, 768), (4096, 1600))
 BITS = (2, 4, 8)
 TARGET = 8.0
+CALLS = 5  # in one turn
+
+Turns = dict[str, list[float]]
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def keep_freed_memory() -> None:
+    """Tell glibc to give nothing back to the system (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(-1, 2**31 - 1) == libc.mallopt(-3, 32 << 20) == 1
+
+
+def turn(call: Callable[[], object]) -> float:
+    """The median time of a few calls; the first pays for memory that others gave back."""
     call()
-    return time.perf_counter() - start
+    times = []
+    for _ in range(CALLS):
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return median(times)
 
 
-def best_of(calls: dict[str, Callable[[], object]], budget_s: float) -> dict[str, float]:
-    """The least time of each call, taking turns of a few calls until the budget is used."""
-    best = dict.fromkeys(calls, math.inf)
+def take_turns(calls: dict[str, Callable[[], object]], budget_s: float) -> Turns:
+    """Turns of all calls, one after the other, until the budget is used."""
+    turns: Turns = {name: [] for name in calls}
     end = time.perf_counter() + budget_s
-    while time.perf_counter() < end or math.inf in best.values():
+    while time.perf_counter() < end or len(turns["native"]) < 3:
         for name, call in calls.items():
-            # The first calls of a turn pay for memory that the other core's turn gave back.
-            turn_end = time.perf_counter() + budget_s / 20
-            num_calls = 0
-            while num_calls < 4 or time.perf_counter() < turn_end:
-                best[name] = min(best[name], seconds_of(call))
-                num_calls += 1
-    return best
+            turns[name].append(turn(call))
+    return turns
+
+
+def ratio(turns: Turns, slow: str, fast: str) -> float:
+    return median(a / b for a, b in zip(turns[slow], turns[fast], strict=True))
 
 
 def on_core(core: str, call: Callable[[], object]) -> Callable[[], object]:
@@ -67,43 +87,64 @@ def operations(h: torch.Tensor, row: torch.Tensor, bits: int) -> dict[str, Calla
     }
 
 
+def filling(operation: str, h: torch.Tensor, row: torch.Tensor) -> Callable[[], object] | None:
+    """Write the outputs of a decoder, with nothing."""
+    if operation == "dequantize":
+        return lambda: torch.empty(h.shape).zero_()
+    if operation == "delta_decode":
+        return lambda: (torch.empty(h.shape).zero_(), torch.empty(h.shape, dtype=row.dtype).zero_())
+    return None
+
+
+def measure_one(
+    name: str, call: Callable[[], object], h: torch.Tensor, row: torch.Tensor, budget_s: float
+) -> dict[str, Any]:
+    copy = torch.empty_like(h)
+    calls: dict[str, Callable[[], object]] = {
+        "native": on_core("native", call),
+        "twin": on_core("torch", call),
+        "memcpy": lambda: copy.copy_(h),
+    }
+    fill = filling(name, h, row)
+    if fill is not None:
+        calls["fill"] = fill
+    turns = take_turns(calls, budget_s)
+    nbytes = 4 * h.numel()
+    rates = {
+        f"{each}_gb_per_s": nbytes / median(turns[each]) / 1e9
+        for each in ("native", "twin", "memcpy")
+    }
+    return {
+        "native_us": median(turns["native"]) * 1e6,
+        **rates,
+        "ratio_to_twin": ratio(turns, "twin", "native"),
+        "ratio_to_memcpy": ratio(turns, "memcpy", "native"),
+        "limit": ratio(turns, "twin", "fill") if fill is not None else None,
+        "num_turns": len(turns["native"]),
+    }
+
+
 def measure(budget_s: float) -> list[dict[str, Any]]:
     print(
         f"{'shape':>12} {'bits':>4} {'operation':>13} {'native us':>10} {'native GB/s':>12} "
-        f"{'twin GB/s':>10} {'x twin':>7} {'x memcpy':>9}"
+        f"{'twin GB/s':>10} {'x twin':>7} {'limit':>6} {'x memcpy':>9}"
     )
     rows = []
     for shape in SHAPES:
         generator = torch.Generator().manual_seed(0)
         h = torch.randn(shape, generator=generator)
         row = (h + 0.1 * torch.randn(shape, generator=generator)).bfloat16()
-        copy, nbytes = torch.empty_like(h), 4 * h.numel()
         for bits in BITS:
             for name, call in operations(h, row, bits).items():
-                best = best_of(
-                    {
-                        "native": on_core("native", call),
-                        "twin": on_core("torch", call),
-                        "memcpy": lambda copy=copy, h=h: copy.copy_(h),  # type: ignore[misc]
-                    },
-                    budget_s,
-                )
-                entry = {
-                    "shape": list(shape),
-                    "bits": bits,
-                    "operation": name,
-                    "native_us": best["native"] * 1e6,
-                    "native_gb_per_s": nbytes / best["native"] / 1e9,
-                    "twin_gb_per_s": nbytes / best["twin"] / 1e9,
-                    "memcpy_gb_per_s": nbytes / best["memcpy"] / 1e9,
-                    "ratio_to_twin": best["twin"] / best["native"],
-                    "ratio_to_memcpy": best["memcpy"] / best["native"],
-                }
+                entry = {"shape": list(shape), "bits": bits, "operation": name}
+                entry |= measure_one(name, call, h, row, budget_s)
                 rows.append(entry)
+                limit = f"{entry['limit']:.1f}" if entry["limit"] is not None else ""
                 print(
                     f"{shape[0]:>6}x{shape[1]:<5} {bits:>4} {name:>13} {entry['native_us']:>10.1f} "
                     f"{entry['native_gb_per_s']:>12.2f} {entry['twin_gb_per_s']:>10.2f} "
-                    f"{entry['ratio_to_twin']:>7.1f} {entry['ratio_to_memcpy']:>9.2f}"
+                    f"{entry['ratio_to_twin']:>7.1f} {limit:>6} {entry['ratio_to_memcpy']:>9.2f}",
+                    flush=True,
                 )
     return rows
 
@@ -111,17 +152,18 @@ def measure(budget_s: float) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/codec_kernels.json"))
-    parser.add_argument("--seconds", type=float, default=0.6, help="for each line of the table")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each line of the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     assert kernels.core() == "native", "the native core is not in use: pip install -e . --no-deps"
 
     rows = measure(arguments.seconds)
-    low_bits = [row for row in rows if row["bits"] in (2, 4)]
-    floor = min(low_bits, key=lambda row: float(row["ratio_to_twin"]))
+    missed = [row for row in rows if row["ratio_to_twin"] < TARGET]
+    beyond = [row for row in missed if row["limit"] is not None and row["limit"] < TARGET]
     print(
-        f"least ratio to the twin at 2 and 4 bits: {floor['ratio_to_twin']:.1f} "
-        f"({floor['operation']}, {floor['shape']}, {floor['bits']} bits); target {TARGET:.0f}"
+        f"{len(rows) - len(missed)} of {len(rows)} reach {TARGET:.0f}x the twin; of the others "
+        f"{len(beyond)} could not if they did nothing but write their outputs"
     )
     result = {
         "benchmark": "codec_kernels",
@@ -129,8 +171,9 @@ def main() -> None:
         "torch": torch.__version__,
         "processor": platform.processor() or platform.machine(),
         "target_ratio": TARGET,
-        "floor": floor,
-        "reached": floor["ratio_to_twin"] >= TARGET,
+        "num_reached": len(rows) - len(missed),
+        "num_beyond_reach": len(beyond),
+        "reached": not missed,
         "rows": rows,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

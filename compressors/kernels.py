@@ -153,7 +153,7 @@ def delta_encode(
         return coded[0], coded[1], coded[2], DeltaStats(*coded[3])
     h, row = h.contiguous(), row.contiguous()
     codes, scales = _new_packed(h, bits, group)
-    new_row = torch.empty_like(row)
+    new_row = torch.empty(rows, channels, dtype=row.dtype)
     bad, delta, value, error = native().delta_encode(
         h.data_ptr(),
         row.data_ptr(),
@@ -186,8 +186,7 @@ def delta_decode(
     Raises `CodecError` if the sizes do not fit or a scale is not finite.
     """
     check_grid(bits, group, grid)
-    _check_matrix("row", row, ROW_DTYPES)
-    rows, channels = row.shape
+    rows, channels = _check_matrix("row", row, ROW_DTYPES)
     if _check_packed(codes, scales, channels, bits, group) != rows:
         raise CodecError(f"codes are for {codes.shape[0]} rows, the remembered rows are {rows}")
     if not _is_native(row):
@@ -195,8 +194,7 @@ def delta_decode(
         return twin.delta_decode(codes, scales, row, bits=bits, group=group, grid=grid)
     codes, scales, row = codes.contiguous(), scales.contiguous(), row.contiguous()
     new = torch.empty(rows, channels)
-    narrow = row.dtype == torch.bfloat16
-    new_row = torch.empty_like(row)
+    new_row = torch.empty(rows, channels, dtype=row.dtype)
     bad = native().delta_decode(
         codes.data_ptr(),
         scales.data_ptr(),
@@ -208,7 +206,7 @@ def delta_decode(
         bits,
         group,
         grid == "symmetric",
-        narrow,
+        row.dtype == torch.bfloat16,
     )
     if bad:
         _check_scales(scales)
@@ -224,7 +222,7 @@ def packed_nbytes(rows: int, channels: int, *, bits: int, group: int = 32) -> tu
 
 
 def _is_native(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and core() == "native"
+    return tensor.is_cpu and core() == "native"
 
 
 def check_grid(bits: int, group: int, grid: str) -> None:
@@ -239,12 +237,13 @@ def check_grid(bits: int, group: int, grid: str) -> None:
 
 
 def _check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
-    if x.dim() != 2 or x.dtype not in dtypes:
+    shape = x.shape
+    if len(shape) != 2 or x.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{name} must be a {wanted} matrix [rows, channels], got {x.dtype} {tuple(x.shape)}"
+            f"{name} must be a {wanted} matrix [rows, channels], got {x.dtype} {tuple(shape)}"
         )
-    return x.shape[0], x.shape[1]
+    return shape[0], shape[1]
 
 
 def _check_row(row: Tensor, rows: int, channels: int, device: torch.device) -> None:
@@ -257,12 +256,13 @@ def _check_row(row: Tensor, rows: int, channels: int, device: torch.device) -> N
 
 
 def _check_packed(codes: Tensor, scales: Tensor, channels: int, bits: int, group: int) -> int:
-    rows = codes.shape[0] if codes.dim() == 2 else -1
+    shape = codes.shape
+    rows = shape[0] if len(shape) == 2 else -1
     nbytes, groups = -(-channels * bits // 8), -(-channels // group)
-    if codes.dtype != torch.uint8 or codes.shape != (rows, nbytes):
+    if codes.dtype != torch.uint8 or shape != (rows, nbytes):
         raise CodecError(
             f"{channels} channels of {bits} bits are uint8 codes [rows, {nbytes}], "
-            f"got {codes.dtype} {tuple(codes.shape)}"
+            f"got {codes.dtype} {tuple(shape)}"
         )
     if scales.dtype != torch.bfloat16 or scales.shape != (rows, groups):
         raise CodecError(

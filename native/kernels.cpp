@@ -139,9 +139,24 @@ RP_INLINE Codes quantize_block(const Grid& grid, const Block& x, float scale, fl
 template <int BITS>
 RP_INLINE Floats dequantize_part(const Grid& grid, Ints codes, float scale) {
   if constexpr ((1 << BITS) <= kTable) return lookup(grid.values, codes) * scale;
-  const Floats code = __builtin_convertvector(codes - grid.full, Floats);
-  if (!grid.symmetric) return code * grid.per_level * scale;  // both products are exact
-  return quotient(code, grid.levels, grid.per_level) * scale;
+  const Floats code = __builtin_convertvector(codes, Floats);
+  // The signed grid's full is its levels: code/full - 1 is exact, and so is its product.
+  if (!grid.symmetric) return exact_product_plus(code, grid.per_level, -1.0f) * scale;
+  return quotient(code - static_cast<float>(grid.full), grid.levels, grid.per_level) * scale;
+}
+
+template <int BITS>
+RP_INLINE Block dequantize_block(const Grid& grid, const uint8_t* from, float scale) {
+  Ints codes[kParts];
+  unpack<BITS>(from, codes);
+  Block value;
+  if constexpr ((1 << BITS) <= kTable) {
+    const Floats scaled = grid.values * scale;  // the same products, taken before the lookup
+    for (int p = 0; p < kParts; ++p) value.v[p] = lookup(scaled, codes[p]);
+  } else {
+    for (int p = 0; p < kParts; ++p) value.v[p] = dequantize_part<BITS>(grid, codes[p], scale);
+  }
+  return value;
 }
 
 // The bits after the last code of a stream are zero.
@@ -180,6 +195,8 @@ struct Scales {
   alignas(32) float scale[kBatch];
   alignas(32) float reciprocal[kBatch];
 };
+
+constexpr size_t kScales = 16;  // decoding: how many scales are widened at a time
 
 // Encode one block, whose last 32 - count values are padding.
 template <int BITS, bool USUAL, class Row>
@@ -255,13 +272,9 @@ RP_INLINE uint32_t encode_blocks(const Grid& grid, int blocks, const float* h, c
 }
 
 template <int BITS, class Row>
-RP_INLINE void decode_block(const Grid& grid, const uint8_t* codes, uint16_t scale, const Row* row,
+RP_INLINE void decode_block(const Grid& grid, const uint8_t* codes, float scale, const Row* row,
                             float* out, Row* new_row) {
-  Ints code[kParts];
-  unpack<BITS>(codes, code);
-  const float s = widen_scale(scale);
-  Block next;
-  for (int p = 0; p < kParts; ++p) next.v[p] = dequantize_part<BITS>(grid, code[p], s);
+  Block next = dequantize_block<BITS>(grid, codes, scale);
   if constexpr (kHasRow<Row>) {
     const Block old = read(row);
     for (int p = 0; p < kParts; ++p) next.v[p] = old.v[p] + next.v[p];
@@ -409,18 +422,27 @@ uint32_t encode_row_32(const Grid grid, size_t channels, const float* h, const R
 template <int BITS, class Row>
 void decode_row_32(const Grid grid, size_t channels, const uint8_t* codes, const uint16_t* scales,
                    const Row* row, float* out, Row* new_row) {
-  size_t c = 0;
-  for (; c + kBlock <= channels; c += kBlock, codes += 4 * BITS)
-    decode_block<BITS, Row>(grid, codes, *scales++, kHasRow<Row> ? row + c : nullptr, out + c,
-                            kHasRow<Row> ? new_row + c : nullptr);
+  const size_t whole = channels / kBlock;
+  for (size_t done = 0; done < whole; done += kScales) {
+    const size_t blocks = whole - done < kScales ? whole - done : kScales;
+    alignas(64) float wide[kScales];  // so that a scale is spread over a vector as it is loaded
+    for (size_t b = 0; b < blocks; ++b) wide[b] = widen_scale(scales[done + b]);
+    for (size_t b = 0; b < blocks; ++b) {
+      const size_t at = (done + b) * kBlock;
+      decode_block<BITS, Row>(grid, codes + (done + b) * 4 * BITS, wide[b],
+                              kHasRow<Row> ? row + at : nullptr, out + at,
+                              kHasRow<Row> ? new_row + at : nullptr);
+    }
+  }
+  const size_t c = whole * kBlock;
   if (c < channels) {
     const size_t count = channels - c;
     uint8_t packed[4 * BITS] = {};
     Row old[kBlock] = {}, next[kBlock];
     float values[kBlock];
-    std::memcpy(packed, codes, (count * BITS + 7) / 8);
+    std::memcpy(packed, codes + whole * 4 * BITS, (count * BITS + 7) / 8);
     if constexpr (kHasRow<Row>) std::memcpy(old, row + c, count * sizeof(Row));
-    decode_block<BITS, Row>(grid, packed, *scales, old, values, next);
+    decode_block<BITS, Row>(grid, packed, widen_scale(scales[whole]), old, values, next);
     std::memcpy(out + c, values, count * sizeof(float));
     if constexpr (kHasRow<Row>) std::memcpy(new_row + c, next, count * sizeof(Row));
   }

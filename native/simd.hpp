@@ -337,7 +337,23 @@ RP_INLINE void pack(Words w, uint8_t* to) {
   for (int i = 0; i < 4; ++i) store_word<BITS>(to + i * BITS, w[i]);
 }
 
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+// For each of 32 lanes: how far up its code lies in the four bytes that its octet is read from.
+// An octet starts at byte BITS*octet; the last ones are read a little earlier, to stay inside.
+template <int BITS>
+struct Octets {
+  int start[4] = {};
+  int32_t shifts[kBlock] = {};
+
+  constexpr Octets() {
+    for (int octet = 0; octet < 4; ++octet) {
+      start[octet] = BITS * octet < 4 * BITS - 4 ? BITS * octet : 4 * BITS - 4;
+      for (int i = 0; i < 8; ++i)
+        shifts[8 * octet + i] = 8 * (BITS * octet - start[octet]) + i * BITS;
+    }
+  }
+};
+#elif defined(__AVX2__)
 // For each of 32 lanes: which bytes of the stream hold its code, and how far up it lies in them.
 template <int BITS>
 struct Spread {
@@ -369,22 +385,35 @@ RP_INLINE __m128i load_stream(const uint8_t* from) {
 // 32 codes. Where they are looked up in a table of kTable entries, higher bits may be set.
 template <int BITS>
 RP_INLINE void unpack(const uint8_t* from, Ints (&codes)[kParts]) {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  if constexpr (BITS <= 4) {  // loads spread the bytes over the lanes; a shift is all that is left
+    static_assert(kTable % (1 << BITS) == 0, "a lookup ignores the bits above the code");
+    static constexpr Octets<BITS> octets;
+    for (int p = 0; p < kParts; ++p) {
+      const auto spread = [&](int octet) {
+        return _mm_cvtsi32_si128(load<int>(from + octets.start[octet]));
+      };
+      __m512i bytes = _mm512_broadcastd_epi32(spread(2 * p));
+      if (octets.start[2 * p] != octets.start[2 * p + 1])
+        bytes = _mm512_mask_broadcastd_epi32(bytes, 0xff00, spread(2 * p + 1));
+      codes[p] = (Ints)_mm512_srlv_epi32(bytes, load<__m512i>(octets.shifts + kWidth * p));
+    }
+    return;
+  }
+  if constexpr (BITS == 8) {
+    for (int p = 0; p < kParts; ++p)
+      codes[p] = (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from + kWidth * p));
+    return;
+  }
+#elif defined(__AVX2__)
   if constexpr (BITS <= 4) {  // give each lane the two bytes its code is in, and shift it down
     alignas(64) static constexpr Spread<BITS> spread;
     const __m128i stream = load_stream<BITS>(from);
     for (int p = 0; p < kParts; ++p) {
-#if defined(__AVX512F__)
-      const __m512i pairs = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(stream),
-                                                load<__m512i>(spread.bytes + 4 * kWidth * p));
-      codes[p] = (Ints)_mm512_srlv_epi32(pairs, load<__m512i>(spread.shifts));
-#else
       const __m256i pairs = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(stream),
                                                 load<__m256i>(spread.bytes + 4 * kWidth * p));
       codes[p] = (Ints)_mm256_srlv_epi32(pairs, load<__m256i>(spread.shifts));
-#endif
-      // A lookup ignores the neighbour's bits above the code; arithmetic does not.
-      if constexpr (kTable == 0 || kTable % (1 << BITS) != 0) codes[p] &= (1 << BITS) - 1;
+      codes[p] &= (1 << BITS) - 1;
     }
     return;
   }
