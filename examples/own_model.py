@@ -1,6 +1,11 @@
-"""Your own model, loss and dataset over a slow link: `python examples/own_model.py`."""
+"""Your own model, loss and dataset over a slow link: `python examples/own_model.py`.
+
+On a cluster: `ray submit cluster.yaml examples/own_model.py --address auto`.
+"""
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +32,15 @@ def blocks() -> list[nn.Module]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", help="of a Ray cluster; without it, a Ray of our own")
+    args = parser.parse_args()
     trainer = ray_pipe.PipelineTrainer(
         blocks,
         loss=nn.functional.mse_loss,
         dataset=Copying(),
         config=ray_pipe.RunConfig(
+            address=args.address,
             compare=(),
             epochs=4,
             codec=ray_pipe.CodecConfig(name="acsgd", fw_bits=4, bw_bits=4),

@@ -19,6 +19,8 @@ PACKAGES = (
     "libwrap0",
     "libpopt0",
     "libxxhash0",
+    "ccache",  # four hosts need not compile the same source four times
+    "libhiredis0.14",
 )
 
 

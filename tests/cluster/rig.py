@@ -16,6 +16,7 @@ By hand: `python -m tests.cluster.rig up --hosts 4 --rate 100Mbps`, then `sh 0 C
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -44,6 +45,7 @@ START_TIMEOUT_S = 30.0
 USER, UID = "ray", 1234
 GCS_PORT = 6379
 RAY_SYSTEM_CONFIG = {"max_direct_call_object_size": 4 << 20}  # decision 5
+_numbers = itertools.count()
 GOODPUT = 1448 / 1514
 """What TCP carries of a rate: payload over frame."""
 
@@ -98,11 +100,12 @@ class Host:
         if user is not None:
             shell = ["runuser", "-u", user, "--", "bash", "-lc"]
             pairs = [f"{key}={value}" for key, value in (env or {}).items()]
-            inner = f"source ~/.bashrc; cd; {shlex.join(['env', *pairs, *words])}"
+            inner = f"source ~/.bashrc; cd {REPOSITORY}; {shlex.join(['env', *pairs, *words])}"
             # no -i: an interactive shell would want the terminal
-            return [*enter, "env", "-i", f"HOME={self.home}", *shell, inner]
+            first = [f"HOME={self.home}", "PATH=/usr/bin:/bin:/usr/sbin:/sbin"]
+            return [*enter, "env", "-i", *first, *shell, inner]
         pairs = [f"{key}={value}" for key, value in {**self.env, **(env or {})}.items()]
-        return [*enter, "env", "-i", *pairs, *words]
+        return [*enter, "env", "-i", "-C", str(REPOSITORY), *pairs, *words]
 
     def run(
         self,
@@ -152,7 +155,7 @@ class Rig:
 
         `ssh` gives hosts sshd, rsync and a key. `keep` leaves the rig up when its owner ends.
         """
-        self.name = name or f"rig-{os.getpid()}"
+        self.name = name or f"rig-{os.getpid()}-{next(_numbers)}"
         self.folder = RIGS / self.name
         self.python = sys.executable
         self.rate_bps = rate_bps

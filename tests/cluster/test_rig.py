@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from tests.cluster.rig import GOODPUT, REPOSITORY, RIGS, Rig, RigError, sweep
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
+LEFT = f"left-{os.getpid()}"
 SERVER = """
 import socket
 listener = socket.create_server(("0.0.0.0", 9000))
@@ -39,7 +41,7 @@ print(time.monotonic() - start)
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with Rig(2, rate_bps=100e6, name="test-rig") as rig:
+    with Rig(2, rate_bps=100e6) as rig:
         server = rig.hosts[1].popen([rig.python, "-c", SERVER], stdout=subprocess.PIPE)
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
@@ -103,7 +105,7 @@ def test_a_cut_cable_is_silent_and_a_mended_one_works(rig: Rig) -> None:
 
 
 def test_a_killed_host_is_gone_and_comes_back_empty() -> None:
-    with Rig(2, name="test-rig-kill") as rig:
+    with Rig(2) as rig:
         rig.hosts[1].run(["sh", "-c", "echo 1 > $HOME/kept; echo 1 > /tmp/lost"])
         rig.kill_host(1)
         with pytest.raises(RigError, match="node1 is down"):
@@ -118,14 +120,14 @@ def test_a_killed_host_is_gone_and_comes_back_empty() -> None:
 
 def inits() -> list[str]:
     listed = subprocess.run(["ps", "-e", "-o", "args="], capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if "ray_pipe_rig/test-rig-left" in line]
+    return [line for line in listed.splitlines() if f"ray_pipe_rig/{LEFT}" in line]
 
 
 def test_a_rig_ends_with_its_owner_even_if_that_is_killed() -> None:
-    script = """
+    script = f"""
         import os, signal
         from tests.cluster.rig import Rig
-        rig = Rig(2, name="test-rig-left")
+        rig = Rig(2, name="{LEFT}")
         rig.up()
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -138,4 +140,4 @@ def test_a_rig_ends_with_its_owner_even_if_that_is_killed() -> None:
         time.sleep(0.05)
     assert inits() == []
     sweep()
-    assert not (RIGS / "test-rig-left").exists()
+    assert not (RIGS / LEFT).exists()
