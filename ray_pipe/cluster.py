@@ -5,6 +5,7 @@ Whoever starts a Ray ends it; a Ray that was running before is left as it was.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
@@ -28,6 +29,7 @@ from ray_pipe.preflight import check_address
 NAMESPACE = "ray_pipe"
 INLINE_NBYTES = 4 << 20
 START_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 3.0
 
 
 @contextmanager
@@ -200,6 +202,12 @@ class StageActors:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.abort.remote("the run has ended")
+        # Killed at once they would leave their black boxes behind.
+        calls = [handle.close.remote() for handle in self.handles]
+        with contextlib.suppress(RayError):
+            ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         for handle in self.handles:
             ray.kill(handle)
         remove_placement_group(self._group)

@@ -28,11 +28,13 @@ from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashb
 from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
 from ray_pipe.monitoring.monitor import Monitor, watch
-from ray_pipe.pipeline import TRANSPORTS, Pipeline
+from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import Prediction, measure_costs, predict, simulated_step_s
 from ray_pipe.planner.placement import place
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.progress import Observer
+from ray_pipe.recovery import Failure
+from ray_pipe.refs_pipeline import TRANSPORTS
 from ray_pipe.report import write_report
 from ray_pipe.report_figure import write_loss_figure
 from ray_pipe.timeline import write_trace
@@ -44,8 +46,6 @@ RESULTS_SCHEMA = 1
 KEPT_STEPS = 100
 OVERTIME_SHARE = 0.25
 OVERTIME_MIN_STEPS = 4
-DEADLINE_STEPS = 10
-"""A stage waits this many predicted steps for its neighbour before it gives up."""
 
 
 @dataclass(kw_only=True)
@@ -92,6 +92,12 @@ class Trained:
             self.last_records.append(records)
         return row
 
+    def add_again(self, records: list[StepRecord]) -> None:
+        """A step that was run again after a failure: its bytes count, its row is there."""
+        self.meter.count_again(records)
+        if self.saver is not None:
+            self.saver.recorded(records[0].step)
+
     @property
     def records(self) -> list[StepRecord]:
         return self.first_records + [record for step in self.last_records for record in step]
@@ -129,6 +135,7 @@ def run(
     )
 
     trained: list[Trained] = []
+    failures: list[Failure] = []
     epoch_s = time.time()
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
@@ -158,7 +165,9 @@ def run(
                         observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                         observer.on_arm_end(one.summary().as_dict())
                         continue
-                    pipeline, one = prepare(actors, arm, observer, sink=sink, epoch_s=epoch_s)
+                    pipeline, one = prepare(
+                        actors, arm, observer, sink=sink, epoch_s=epoch_s, failures=failures
+                    )
                     one.monitor = monitor
                     trained.append(one)
                     plan["predicted_step_s"] = _guess(arms, one)
@@ -180,7 +189,7 @@ def run(
                     observer.on_arm_end(summary.as_dict())
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
-            results = results_of(config, summaries, trained)
+            results = results_of(config, summaries, trained, failures)
             if checkpoints.resumed:
                 results["resumed"] = dict(checkpoints.resumed)
             write_all(path, results, trained, observer)
@@ -195,11 +204,24 @@ def run(
 
 
 def prepare(
-    actors: StageActors, arm: Arm, observer: Observer, *, sink: MetricsFile, epoch_s: float
+    actors: StageActors,
+    arm: Arm,
+    observer: Observer,
+    *,
+    sink: MetricsFile,
+    epoch_s: float,
+    failures: list[Failure],
 ) -> tuple[Pipeline, Trained]:
-    """Set the stages up for an arm, measure their costs, and predict the step time."""
+    """Set the stages up for an arm, measure their costs, and predict the step time.
+
+    What the arm has to survive is added to `failures`.
+    """
     observer.on_phase(f"preparing {arm.name}: building stages, measuring their costs")
-    pipeline = TRANSPORTS[arm.config.pipeline.transport](actors, arm, epoch_s=epoch_s)
+    pipeline = TRANSPORTS[arm.config.pipeline.transport](
+        actors, arm, epoch_s=epoch_s, failures=failures
+    )
+    for text in pipeline.notes():
+        observer.on_warning(text)
     costs, sample_shape = measure_costs(pipeline)
     check_memory(
         arm.config,
@@ -211,10 +233,11 @@ def prepare(
     if pipeline.transport == "push":  # the simulator knows no other
         cores = {info["node"]: info["num_cores"] for info in pipeline.infos}
         prediction = predict(arm, costs, sample_shape, num_cores=sum(cores.values()))
-        deadline_s = max(arm.deadline_s, DEADLINE_STEPS * prediction.step_s)
-        pipeline.arm = replace(arm, deadline_s=deadline_s)
-    meter = ArmMeter(arm.name, sink=sink)
-    return pipeline, Trained(arm=pipeline.arm, prediction=prediction, meter=meter)
+        pipeline.expect(prediction.step_s)
+    one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
+    pipeline.on_failure = lambda failure: observer.on_warning(str(failure))
+    pipeline.on_replay = one.add_again
+    return pipeline, one
 
 
 def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
@@ -240,10 +263,7 @@ def train(
         steps = range(max(first, done), last + 1)
         for records in pipeline.train(steps):
             row = one.add(records)
-            pipeline.arm = replace(
-                pipeline.arm,
-                deadline_s=max(pipeline.arm.deadline_s, DEADLINE_STEPS * row.step_s),
-            )
+            pipeline.deadlines.add(row.step_s)
             on_step(arm.name, row.as_dict())
         if arm.workload.num_held_out and last not in [step for _, step, _ in one.eval_losses]:
             records = pipeline.evaluate(arm.evaluation(last))
@@ -279,7 +299,10 @@ def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
 
 
 def results_of(
-    config: RunConfig, summaries: Sequence[ArmSummary], trained: Sequence[Trained]
+    config: RunConfig,
+    summaries: Sequence[ArmSummary],
+    trained: Sequence[Trained],
+    failures: Sequence[Failure] = (),
 ) -> dict[str, Any]:
     """The object of results.json."""
     by_name = {one.arm.name: one for one in trained}
@@ -299,6 +322,7 @@ def results_of(
         "native": kernels.core() == "native",
         "arms": arms,
         "limits": limits_of(trained),
+        "failures": [failure.as_dict() for failure in failures],
         "environment": environment(),
         "command": shlex.join(["python", "-m", "ray_pipe.run", *sys.argv[1:]]),
     }

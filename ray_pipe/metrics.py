@@ -139,6 +139,14 @@ class ArmMeter:
             for row in (*rows, *overtime):
                 self._sink.write(row)
 
+    def count_again(self, records: Sequence[StepRecord]) -> None:
+        """Count the bytes of a step that a failure made run again; its row stays as it was."""
+        step = records[0].step
+        is_overtime = any(row.step == step for row in self.overtime)
+        ledger = self._overtime_ledger if is_overtime else self.ledger
+        ledger.rewind(step)
+        ledger.add(records)
+
     def skip(self, records: Sequence[StepRecord]) -> None:
         """Leave a stretch that was no training (an evaluation) out of all times."""
         before = max(self._stage_end.values(), default=0.0)

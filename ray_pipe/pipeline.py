@@ -2,44 +2,75 @@
 
 Path: ray_pipe.driver -> ray_pipe.pipeline -> stages.actor
 
-`push` ships each stage one plan a step, a step ahead, so that the driver's distance never sits in
-the critical path. `refs` is its dull twin: the driver orders every pass and hands frames on as
-object refs. Both train to the same bits. The driver watches every call; on the first failure it
-aborts the survivors, hears them out, and says who failed and why.
+Each stage is shipped one plan a step, a step ahead, so that the driver's distance never sits in
+the critical path. The driver watches every call; on the first failure `ray_pipe.rescue` brings
+all stages back to the last step that they have in common, and what came after is run again. Who
+asks for the records of the steps gets each of them once, in order, whatever happened between.
 """
 
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from compressors import kernels
 from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.cluster import StageActors
-from ray_pipe.errors import ClusterError, StageDied, TrainingError
+from ray_pipe.deadlines import Deadlines
+from ray_pipe.errors import ClusterError, TrainingError
+from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
+from ray_pipe.recovery import Failure
 from stages.digest import source_digest
-from stages.optim import clip_factor
 from stages.plan import StepPlan
 from stages.record import StepRecord
-from stages.schedule import Action, actions_of
-from stages.stage import StageAborted
 from stages.state import StageState
 
 AHEAD = 2
 """Steps in flight: the running one and the next."""
 
 ABORT_TIMEOUT_S = 3.0
-PATIENCE_S = 600.0
+PATIENCE_S = 60.0
+SAVE_PATIENCE_S = 600.0
 PATIENCE_DEADLINES = 20
 _generations = itertools.count(1)
 Records = list[StepRecord]
+
+
+class Checkpoints(Protocol):
+    """Where a pipeline finds saved states when a black box is lost."""
+
+    def newest(self) -> int | None: ...
+    def load(self, step: int) -> list[Any]: ...
+
+
+@dataclass(kw_only=True)
+class Item:
+    """A plan that stages were or will be given."""
+
+    plan: StepPlan
+    calls: dict[Any, int] = field(default_factory=dict)
+    """Stage by call; empty before it was sent."""
+
+    results: dict[int, StepRecord] = field(default_factory=dict)
+    is_replay: bool = False
+    """Its records were handed out before."""
+
+
+class CallsFailed(Exception):
+    """Some calls of one item failed; the others may still run."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        super().__init__(errors)
+        self.errors = errors
 
 
 class Pipeline:
@@ -47,24 +78,74 @@ class Pipeline:
 
     transport = "push"
 
-    def __init__(self, actors: StageActors, arm: Arm, *, epoch_s: float) -> None:
+    def __init__(
+        self,
+        actors: StageActors,
+        arm: Arm,
+        *,
+        epoch_s: float,
+        failures: list[Failure] | None = None,
+    ) -> None:
+        """`failures` of the run so far, in other arms too; those to come are added to it."""
         self.arm = arm
+        self.actors = actors
         self.handles = actors.handles
-        self._running: deque[tuple[int, dict[Any, int]]] = deque()
+        self.epoch_s = epoch_s
+        self.failures: list[Failure] = [] if failures is None else failures
+        self.checkpoints: Checkpoints | None = None
         self.on_sent: Callable[[int], None] | None = None
         """Told each step once it was sent to the stages: what is sent next comes after it."""
 
-        samples = ray.put(arm.workload.samples)
+        self.on_failure: Callable[[Failure], None] = lambda failure: None
+        self.on_replay: Callable[[Records], None] = lambda records: None
+        """Told the records of a step that was run again; they equal those handed out before."""
+
+        self.deadlines = self._deadlines()
+        self.attempt = 0
+        self.queue: deque[Item] = deque()
+        self.losses: dict[int, float | None] = {}
+        """Of the steps handed out: a replay must give the same."""
+
+        self._samples = ray.put(arm.workload.samples)
+        generation = next(_generations)
+        label = f"{uuid.uuid4().hex[:12]}-{generation}"
+        self.specs = arm.specs(epoch_s=epoch_s, generation=generation, run=label)
+        everybody = range(len(self.handles))
+        self.infos = self.gather(self.set_up(everybody), doing="being set up")
+        self.check_infos(self.infos)
+
+    def set_up(self, stages: range | tuple[int, ...], *, reborn: bool = False) -> dict[Any, int]:
+        """Calls that make these actors stages of this arm."""
         last = len(self.handles) - 1
-        specs = arm.specs(epoch_s=epoch_s, generation=next(_generations))
-        calls = {
-            handle.setup.remote(
-                spec, samples if spec.index in (0, last) else None, self.transport
-            ): spec.index
-            for handle, spec in zip(self.handles, specs, strict=True)
+        return {
+            self.handles[index].setup.remote(
+                self.specs[index],
+                self._samples if index in (0, last) else None,
+                self.transport,
+                reborn,
+            ): index
+            for index in stages
         }
-        self.infos: list[dict[str, Any]] = self.gather(calls, doing="being set up")
-        refuse_other_source(self.infos)
+
+    def check_infos(self, infos: list[dict[str, Any]]) -> None:
+        """Refuse workers that run other code; note who they are."""
+        refuse_other_source(infos)
+        for info, handle in zip(infos, self.handles, strict=True):
+            info["actor"] = handle._actor_id.hex()
+
+    def notes(self) -> list[str]:
+        """What the user should know about the stages."""
+        return [info["box_trouble"] for info in self.infos if info["box_trouble"]]
+
+    def expect(self, step_s: float) -> None:
+        """A step will take about so long: waits are given time accordingly."""
+        self.deadlines = self._deadlines(step_s)
+
+    def _deadlines(self, expected_s: float = 0.0) -> Deadlines:
+        start_s, floor_s = self.arm.deadline_s, self.arm.config.faults.min_deadline_s
+        return Deadlines(start_s=start_s, floor_s=min(floor_s, start_s), expected_s=expected_s)
+
+    # --- steps ----------------------------------------------------------------------------
 
     def train(self, steps: range | None = None) -> Generator[Records, None, None]:
         """Run the arm's steps (or some more); yields the records of each step, in order.
@@ -72,22 +153,81 @@ class Pipeline:
         Whoever stops early calls `settle`, because a step may be in flight.
         """
         for step in range(self.arm.num_steps) if steps is None else steps:
-            self._running.append((step, self._start(self.arm.plan(step))))
-            if self.on_sent is not None:
-                self.on_sent(step)
-            if len(self._running) == AHEAD:
-                yield self._collect(*self._running.popleft())
-        while self._running:
-            yield self._collect(*self._running.popleft())
+            self.queue.append(Item(plan=self.arm.plan(step)))
+            if len(self.queue) >= AHEAD:
+                yield self._next()
+        while self.queue:
+            yield self._next()
 
     def settle(self) -> None:
         """Let the steps that are in flight end."""
-        while self._running:
-            self._collect(*self._running.popleft())
+        while self.queue:
+            self._next()
 
     def evaluate(self, plan: StepPlan) -> Records:
         """Forward passes only, uncompressed; nothing that training remembers is touched."""
-        return self._collect(plan.step, self._start(plan))
+        self.settle()
+        self.queue.append(Item(plan=plan))
+        return self._next()
+
+    def _next(self) -> Records:
+        """The records of the next step that was not handed out yet."""
+        while True:
+            self._launch()
+            item = self.queue[0]
+            try:
+                self.finish(item)
+            except CallsFailed as failed:
+                from ray_pipe.rescue import Rescue  # it knows the pipeline, so not above
+
+                Rescue(self, item, failed.errors).recover()
+                continue
+            self.queue.popleft()
+            records = [item.results[index] for index in sorted(item.results)]
+            if not item.is_replay:
+                if item.plan.train:
+                    self.losses[item.plan.step] = records[-1].loss
+                return records
+            self._check_replay(item.plan.step, records)
+
+    def _launch(self) -> None:
+        for item in itertools.islice(self.queue, AHEAD):
+            if not item.calls and len(item.results) < len(self.handles):
+                plan = self.current(item.plan)
+                name = f"{self.arm.name} {'step' if plan.train else 'evaluation'}"  # on the dashboard
+                item.calls = {
+                    handle.run_step.options(name=name).remote(plan): index
+                    for index, handle in enumerate(self.handles)
+                }
+                self.tell_sent(item)
+
+    def tell_sent(self, item: Item) -> None:
+        """A step went out; again only if the numbers that belong to it are those of now."""
+        is_last = not item.is_replay or item.plan.step == max(self.losses)
+        if self.on_sent is not None and item.plan.train and is_last:
+            self.on_sent(item.plan.step)
+
+    def current(self, plan: StepPlan) -> StepPlan:
+        """The plan with what may have changed since it was made."""
+        return replace(plan, attempt=self.attempt, deadline_s=self.deadlines.value_s)
+
+    def finish(self, item: Item) -> None:
+        """Wait until every stage has done its part; raises `CallsFailed`."""
+        item.results |= self._results(item.calls, f"in step {item.plan.step}")
+        item.calls = {}
+
+    def _check_replay(self, step: int, records: Records) -> None:
+        self.on_replay(records)
+        before, again = self.losses.get(step), records[-1].loss
+        if step in self.losses and before != again:
+            raise TrainingError(
+                f"step {step} was run again after a failure and gave the loss {again!r} instead "
+                f"of {before!r}; something in the model is not the same twice (fresh random "
+                "numbers, a GPU kernel that adds in any order): set --max-failures 0 to forbid "
+                "replays"
+            )
+
+    # --- calls ----------------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Weights and optimizer of each stage."""
@@ -123,7 +263,7 @@ class Pipeline:
     def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
         """What each stage wrote, an exception for one that could not; None while some write."""
         refs = sorted(calls, key=lambda ref: calls[ref])
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE_S if wait else 0)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=SAVE_PATIENCE_S if wait else 0)
         if len(ready) < len(refs) and not wait:
             return None
         results: list[Any] = []
@@ -131,188 +271,68 @@ class Pipeline:
             try:
                 results.append(ray.get(ref, timeout=0))
             except RayError as error:
-                results.append(_cause(error))
+                results.append(cause_of(error))
         return results
 
-    def _start(self, plan: StepPlan) -> dict[Any, int]:
-        name = f"{self.arm.name} {'step' if plan.train else 'evaluation'}"  # on the dashboard
-        return {
-            handle.run_step.options(name=name).remote(plan): index
-            for index, handle in enumerate(self.handles)
-        }
-
-    def _collect(self, step: int, calls: dict[Any, int]) -> Records:
-        return self.gather(calls, doing=f"in step {step}", step=step)
-
     def gather(self, calls: dict[Any, int], *, doing: str, step: int = 0) -> list[Any]:
-        """The results of one call to each stage, in stage order; raises the first failure.
+        """The results of one call to each stage, in stage order; raises the first failure."""
+        try:
+            results = self._results(calls, doing)
+        except CallsFailed as failed:
+            errors = failed.errors
+            for handle in self.handles:
+                handle.abort.remote(f"stage {next(iter(errors))} failed {doing}")
+            left = [ref for ref, index in calls.items() if index not in errors]
+            for ref in ray.wait(left, num_returns=len(left), timeout=ABORT_TIMEOUT_S)[0]:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    errors[calls[ref]] = error
+            infos = getattr(self, "infos", ())
+            failure = name_failure(errors, step=step, infos=infos, arm=self.arm.name)
+            raise to_error(failure, doing=doing) from failed
+        return [results[index] for index in sorted(results)]
 
-        A stage that waits for another gives up by itself after its deadline; this one is longer,
-        for a stage that hangs in its own work.
-        """
-        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * self.arm.deadline_s)
+    def _results(self, calls: dict[Any, int], doing: str) -> dict[int, Any]:
+        """Results by stage. A stage that waits for another gives up by itself after its deadline;
+        the patience here is longer, for a stage that hangs in its own work."""
+        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * self.deadlines.value_s)
         results: dict[int, Any] = {}
         waiting = dict(calls)
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
             if not ready:
-                raise TrainingError(
-                    f"stages {sorted(waiting.values())} did not answer for {timeout_s:.0f} s "
-                    f"{doing}; their logs are in Ray's session folder, and `deadline_s` can be "
-                    "raised if they are that slow"
-                )
+                names = sorted(waiting.values())
+                raise CallsFailed({index: _Silence(names, timeout_s, doing) for index in names})
             index = waiting.pop(ready[0])
             try:
                 results[index] = ray.get(ready[0])
             except RayError as error:
-                raise self._failure(step, {index: error}, waiting, doing) from error
-        return [results[index] for index in sorted(results)]
-
-    def _failure(
-        self, step: int, errors: dict[int, RayError], waiting: dict[Any, int], doing: str
-    ) -> TrainingError:
-        first = next(iter(errors))
-        for handle in self.handles:
-            handle.abort.remote(f"stage {first} failed {doing}")
-        if waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ABORT_TIMEOUT_S)
-            for ref in ready:
-                try:
-                    ray.get(ref)
-                except RayError as error:
-                    errors[waiting[ref]] = error
-        return name_failure(step, errors, doing)
+                raise CallsFailed({index: error}) from error
+        return results
 
 
-class RefsPipeline(Pipeline):
-    """The dull twin: the driver orders each pass and passes the frames on."""
+class _Silence(RayError):
+    """Nobody answered for longer than any step takes."""
 
-    transport = "refs"
-
-    def train(self, steps: range | None = None) -> Generator[Records, None, None]:
-        for step in range(self.arm.num_steps) if steps is None else steps:
-            records = self.run_step(self.arm.plan(step))
-            if self.on_sent is not None:
-                self.on_sent(step)
-            yield records
-
-    def evaluate(self, plan: StepPlan) -> Records:
-        return self.run_step(plan)
-
-    def run_step(self, plan: StepPlan) -> Records:
-        """Every pass of one step, then norm, clip, update."""
-        num_stages = len(self.handles)
-        token: list[Any] = [handle.begin_step.remote(plan) for handle in self.handles]
-        frames: dict[tuple[int, Action], Any] = {}
-        for stage, action in _in_order(plan, num_stages):
-            handle = self.handles[stage]
-            method = handle.forward if action.kind == "F" else handle.backward
-            frame = frames.pop((stage, action), None)
-            name = f"{action} s{stage}"
-            token[stage], out = method.options(num_returns=2, name=name).remote(
-                action.micro_batch, frame, token[stage]
-            )
-            target = stage + 1 if action.kind == "F" else stage - 1
-            if 0 <= target < num_stages:
-                kind = "activation" if action.kind == "F" else "gradient"
-                carry = handle.carry.options(name=f"{action} {stage}->{target}")
-                frames[target, action] = carry.remote(target, kind, out)
-        factor, norm = 1.0, 0.0
-        if plan.train:
-            calls = {
-                handle.squared_norms.remote(token[index]): index
-                for index, handle in enumerate(self.handles)
-            }
-            parts = self.gather(calls, doing=f"in step {plan.step}", step=plan.step)
-            squares = [square for own in parts for square in own]
-            norm, factor = clip_factor(squares, clip=self.arm.config.optim.clip)
-        ends = {
-            handle.finish_step.remote(factor, norm, token[i]): i
-            for i, handle in enumerate(self.handles)
-        }
-        return self._collect(plan.step, ends)
-
-
-def _in_order(plan: StepPlan, num_stages: int) -> Iterator[tuple[int, Action]]:
-    """All actions of a step, each after what it needs: an order in which calls can be given."""
-    rows = [
-        actions_of(
-            plan.schedule,
-            stage=stage,
-            num_stages=num_stages,
-            num_micro_batches=len(plan.micro_batches),
+    def __init__(self, stages: list[int], timeout_s: float, doing: str) -> None:
+        super().__init__(
+            f"stages {stages} did not answer for {timeout_s:.0f} s {doing}; their logs are in "
+            "Ray's session folder, and `deadline_s` can be raised if they are that slow"
         )
-        for stage in range(num_stages)
-    ]
-    done: set[tuple[int, Action]] = set()
-    cursor = [0] * num_stages
-    while any(cursor[stage] < len(row) for stage, row in enumerate(rows)):
-        for stage, row in enumerate(rows):
-            if cursor[stage] == len(row):
-                continue
-            action = row[cursor[stage]]
-            source = stage - 1 if action.kind == "F" else stage + 1
-            if 0 <= source < num_stages and (source, action) not in done:
-                continue
-            done.add((stage, action))
-            cursor[stage] += 1
-            yield stage, action
-
-
-TRANSPORTS: dict[str, type[Pipeline]] = {"push": Pipeline, "refs": RefsPipeline}
 
 
 def refuse_other_source(infos: list[dict[str, Any]]) -> None:
     """Every worker must run the driver's code and the same core, or bits would differ."""
     own, core = source_digest(), kernels.core()
-    strangers = [(index, info) for index, info in enumerate(infos) if info["source"] != own]
-    if strangers:
-        raise ClusterError(
-            f"{_where(strangers, 'source')} run other source than the driver (digest {own} here); "
-            "install the same version of ray_pipe on every node and start the job again; "
-            "`python -m ray_pipe.doctor --address auto` shows every node's version"
-        )
-    slow = [(index, info) for index, info in enumerate(infos) if info["core"] != core]
-    if slow:
-        raise ClusterError(
-            f"{_where(slow, 'core')} run another core than the driver ({core} here); install the "
-            "same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
-        )
-
-
-def _where(infos: list[tuple[int, dict[str, Any]]], key: str) -> str:
-    """`stage 1 on node 10.0.0.11 (digest 0af3), stage 2 ...`."""
-    listed: Any = ray.nodes  # untyped in ray
-    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in listed()}
-    what = "digest " if key == "source" else ""
-    return ", ".join(
-        f"stage {index} on node {nodes.get(info['node'], str(info['node'])[:8])} "
-        f"({what}{info[key]})"
-        for index, info in infos
-    )
-
-
-def name_failure(step: int, errors: dict[int, RayError], doing: str) -> TrainingError:
-    """The root of several failures: a death before an error, an error before an abort."""
-
-    def rank(item: tuple[int, RayError]) -> int:
-        if isinstance(item[1], RayActorError):
-            return 0
-        return 2 if isinstance(_cause(item[1]), StageAborted) else 1
-
-    index, error = min(errors.items(), key=rank)
-    if isinstance(error, RayActorError):
-        return StageDied(index, step, _death(error))
-    cause = _cause(error)
-    return TrainingError(f"stage {index} failed {doing}: {type(cause).__name__}: {cause}")
-
-
-def _cause(error: RayError) -> BaseException:
-    return error.cause if isinstance(error, RayTaskError) else error
-
-
-def _death(error: RayActorError) -> str:
-    text = " ".join(str(error).split())
-    if "unexpectedly" in text or "SYSTEM_ERROR" in text:
-        return "its process ended unexpectedly (killed from outside, crashed, or out of memory)"
-    return text[:300]
+    for index, info in enumerate(infos):
+        if info["source"] != own:
+            raise ClusterError(
+                f"stage {index} runs other source than the driver (digest {info['source']}, here "
+                f"{own}); install the same version of ray_pipe on every node"
+            )
+        if info["core"] != core:
+            raise ClusterError(
+                f"stage {index} runs the {info['core']} core, the driver the {core} core; install "
+                "the same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
+            )

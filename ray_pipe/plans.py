@@ -9,6 +9,7 @@ from netsim.topology import Topology
 from ray_pipe.config import CodecConfig, RunConfig
 from ray_pipe.data import Order
 from ray_pipe.workload import Workload
+from stages.mishap import LinkFault, Mishap
 from stages.optim import OptimSpec, lr_at
 from stages.plan import StepPlan
 from stages.spec import StageSpec
@@ -25,6 +26,10 @@ class Arm:
     order: Order
     num_steps: int
     deadline_s: float = 60.0
+    mishaps: tuple[tuple[int, Mishap], ...] = ()
+    """Faults on purpose by stage, for tests."""
+
+    link_faults: tuple[tuple[int, LinkFault], ...] = ()
 
     @property
     def name(self) -> str:
@@ -63,8 +68,8 @@ class Arm:
             part=1,
         )
 
-    def specs(self, *, epoch_s: float = 0.0, generation: int = 0) -> list[StageSpec]:
-        """What each actor needs to become its stage of this arm."""
+    def specs(self, *, epoch_s: float = 0.0, generation: int = 0, run: str = "") -> list[StageSpec]:
+        """What each actor needs to become its stage of this arm; `run` names its black boxes."""
         config, codec = self.config, self.codec
         cuts = self.workload.cuts(config.pipeline.stages)
         builders = self.workload.stage_builders(config.pipeline.stages)
@@ -85,6 +90,10 @@ class Arm:
                 seed=config.seed,
                 epoch_s=epoch_s,
                 generation=generation,
+                black_box=config.faults.black_box if run and config.faults.max_failures else "off",
+                run=run,
+                mishaps=tuple(mishap for stage, mishap in self.mishaps if stage == index),
+                link_faults=tuple(fault for stage, fault in self.link_faults if stage == index),
             )
             for index, build in enumerate(builders)
         ]

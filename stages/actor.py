@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -25,11 +26,15 @@ import torch
 from compressors import kernels
 from netsim.loop_thread import LoopThread
 from stages.assembly import assemble
+from stages.black_box import BlackBox, BoxError
+from stages.box_places import OFF, open_box
 from stages.by_hand import StageByHand
 from stages.compute import Compute
 from stages.digest import source_digest
+from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane
 from stages.measure import measure_stage
+from stages.mishap import Mishaps, faulty_links
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
@@ -75,6 +80,22 @@ class Courier:
             del peer, frame, payload  # an idle courier must not keep a frame alive
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a stage can go back to, and what it did in the steps that its box remembers."""
+
+    live: int | None
+    box: tuple[int, ...]
+    records: tuple[StepRecord, ...]
+
+
+async def _end(stage: Stage) -> None:
+    if stage.keeper is not None:
+        await stage.keeper.settled()
+        stage.keeper.close()
+    stage.retire()
+
+
 async def _on_loop(work: Callable[..., T], *args: Any) -> T:
     return work(*args)
 
@@ -101,6 +122,7 @@ class StageActor:
             compute=ThreadLane("compute", self._recorder),
             transmit=ThreadLane("transmit", self._recorder),
         )
+        self._box_lane = ThreadLane("black-box", Recorder())
         self._courier = Courier(index, self.abort)
 
     def __repr__(self) -> str:
@@ -110,8 +132,13 @@ class StageActor:
         """Learn the actors of the other stages."""
         self._peers = peers
 
-    def setup(self, spec: StageSpec, samples: Any, transport: str = "push") -> dict[str, Any]:
-        """Become a stage; whatever this actor was before is forgotten."""
+    def setup(
+        self, spec: StageSpec, samples: Any, transport: str = "push", reborn: bool = False
+    ) -> dict[str, Any]:
+        """Become a stage; whatever this actor was before is forgotten.
+
+        `reborn` takes the place of a stage that died: its black box is left as it was found.
+        """
         self._spec, self._samples = spec, samples
         compute = Compute(
             spec.build(),
@@ -125,10 +152,12 @@ class StageActor:
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()
         self._recorder.drain()
-        if self._stage is not None:
-            self._loop.submit(_on_loop(self._stage.retire)).result()
+        self.close()
         self._stage = self._loop.submit(_on_loop(self._assemble, compute, transport)).result()
         self.hand = StageByHand(self._stage, self._loop)
+        trouble = self._open_box(compute)
+        if self._stage.keeper is not None and not reborn:
+            self._loop.submit(self._stage.keeper.start_over()).result()
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -138,23 +167,54 @@ class StageActor:
             "source": source_digest(),
             "blocks": block_digests(compute.module, spec.first_block),
             "num_parameters": sum(p.numel() for p in compute.parameters),
+            "box_trouble": trouble,
         }
+
+    def _open_box(self, compute: Compute) -> str:
+        """Give the stage its black box; returns why it has none, if it should."""
+        spec = self._spec
+        if spec.black_box == OFF:
+            return ""
+        image_nbytes = 3 * sum(p.nbytes for p in compute.parameters)
+        try:
+            box = open_box(spec.black_box, run=spec.run, stage=spec.index, need_nbytes=image_nbytes)
+        except (OSError, BoxError) as error:
+            return f"stage {spec.index} has no black box: {error}"
+        self._loop.submit(_on_loop(self._keep_box, box)).result()
+        return ""
+
+    def _keep_box(self, box: BlackBox) -> None:
+        self.stage.keeper = Keeper(self.stage, box, self._box_lane)
+        if self._spec.mishaps:
+            watch = Mishaps(self._spec.mishaps)
+            self.stage.on_point, box.on_write = watch.on_point, watch.on_write
+
+    def close(self) -> None:
+        """Let go of the stage: its rows, files and black box."""
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            self._loop.submit(_end(stage)).result()
 
     def _assemble(self, compute: Compute, transport: str) -> Stage:
         def deliver_to(target: int) -> Callable[[Any], None]:
             if transport == "refs":
                 return lambda frame: self.hand.arrived(frame)
-            peer, generation = self._peers[target], self._spec.generation
-            return lambda frame: self._courier.push(peer, target, generation, frame)
+            generation = self._spec.generation
+            # Looked up for each frame: a neighbour that died has a new actor.
+            return lambda frame: self._courier.push(self._peers[target], target, generation, frame)
 
-        return assemble(
+        stage = assemble(
             self._spec,
             compute=compute,
             samples=self._samples,
             lanes=self._lanes,
             recorder=self._recorder,
             deliver_to=deliver_to,
+            wrap_link=faulty_links(self._spec.link_faults, seed=self._spec.seed),
         )
+        if self._spec.mishaps:
+            stage.on_point = Mishaps(self._spec.mishaps).on_point
+        return stage
 
     def measure(
         self, ids: tuple[int, ...], source: Any, repeats: int
@@ -267,7 +327,34 @@ class StageActor:
         """Become what `save_state` returned; returns the step that was committed last."""
         state = StageState.from_bytes(np.asarray(saved).tobytes())
         self._loop.submit(self.stage.load_state(state)).result()
+        if self.stage.keeper is not None:
+            self._loop.submit(self.stage.keeper.start_over()).result()
         return state.step
+
+    # --- after a failure: the driver asks who has what, and where to go on ----------------
+
+    def status(self) -> Status:
+        """What this stage can go back to; ends what an abort has left."""
+
+        async def look() -> tuple[int | None, list[int], list[StepRecord]]:
+            await self.stage.settle()
+            keeper = self.stage.keeper
+            if keeper is None:
+                return self.stage.intact, [], []
+            await keeper.settled()
+            return self.stage.intact, keeper.steps(), keeper.records()
+
+        live, steps, records = self._loop.submit(look()).result()
+        return Status(live=live, box=tuple(steps), records=tuple(records))
+
+    def restore(self, step: int, saved: Any = None) -> None:
+        """Go back to a step: as it is, from the black box, or from what `save_state` returned."""
+        stage = self.stage
+        if saved is not None:
+            self.load_state(saved)
+        elif stage.intact != step:
+            assert stage.keeper is not None
+            self._loop.submit(stage.keeper.restore(step)).result()
 
     def costs(self) -> dict[str, list[float]]:
         """CPU seconds of the latest single pieces of work, by phase."""

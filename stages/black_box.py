@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import struct
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,6 @@ from compressors.row_log import Position, RowLog, RowLogError, write_all
 
 MAGIC = b"BOX1"
 MARK = struct.Struct("<4s4xqQII")  # magic, step, bytes of the notes, crc of notes and arrays, own
-STALE_S = 600.0
-"""A box that nobody holds and nobody has touched for so long is left over from a dead run."""
 
 
 class BoxError(ValueError):
@@ -235,48 +232,6 @@ class BlackBox:
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise BoxError(f"the black box {self.folder} is closed")
-
-
-def sweep(parent: Path, *, now: float | None = None) -> list[Path]:
-    """Remove boxes under `parent` that dead runs have left there; returns which."""
-    now = time.time() if now is None else now
-    removed = []
-    for run in [path for path in _folders(parent) if _is_stale(path, now)]:
-        shutil.rmtree(run, ignore_errors=True)
-        removed.append(run)
-    return removed
-
-
-def _is_stale(run: Path, now: float) -> bool:
-    boxes = _folders(run)
-    try:
-        newest = max(
-            path.stat().st_mtime for box in [run, *boxes] for path in [box, *box.iterdir()]
-        )
-    except OSError:
-        return False  # somebody is at work there
-    return now - newest > STALE_S and not any(_is_held(box) for box in boxes)
-
-
-def _is_held(box: Path) -> bool:
-    try:
-        fd = os.open(box / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _folders(parent: Path) -> list[Path]:
-    try:
-        return [path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()]
-    except OSError:
-        return []
 
 
 def _position(body: Mapping[str, Any]) -> Position:

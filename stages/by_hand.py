@@ -91,7 +91,11 @@ class StageByHand:
 
         async def record() -> StepRecord:
             stage.close()
-            return stage.record(plan, self._start, norm if plan.train else None)
+            made = stage.record(plan, self._start, norm if plan.train else None)
+            if stage.keeper is not None and plan.train:
+                stage.keeper.keep(made)
+                await stage.keeper.settled()
+            return made
 
         return self._loop.submit(record()).result()
 

@@ -10,6 +10,7 @@ from torch import nn
 from compressors.registry import CodecSpec
 from netsim.topology import Topology
 from stages.loss import LossFn
+from stages.mishap import LinkFault, Mishap
 from stages.optim import OptimSpec
 
 
@@ -40,3 +41,14 @@ class StageSpec:
     seed: int = 0
     epoch_s: float = 0.0
     """`time.time()` at the start of the run: spans of all stages are counted from it."""
+
+    black_box: str = "off"
+    """Folder for the stage's black box, `auto` or `off`; see `stages.box_places`."""
+
+    run: str = ""
+    """Unique name of this training: its black boxes are found by it."""
+
+    mishaps: tuple[Mishap, ...] = ()
+    """Faults on purpose, for tests."""
+
+    link_faults: tuple[LinkFault, ...] = ()

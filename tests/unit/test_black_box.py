@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compressors.buffers import Change, Mark
-from stages.black_box import STALE_S, BlackBox, BoxError, Image, sweep
+from stages.black_box import BlackBox, BoxError, Image
 
 
 class Killed(BaseException):
@@ -165,18 +165,3 @@ def test_a_removed_box_leaves_no_folder_and_refuses_work(tmp_path: Path) -> None
     assert one.steps() == []
     with pytest.raises(BoxError, match="closed"):
         one.write(image(0))
-
-
-def test_boxes_of_dead_runs_are_swept_and_held_or_young_ones_are_not(tmp_path: Path) -> None:
-    held = BlackBox(tmp_path / "held" / "stage-0")
-    BlackBox(tmp_path / "dead" / "stage-0").close()
-    now = (tmp_path / "dead").stat().st_mtime
-
-    assert sweep(tmp_path, now=now + STALE_S / 2) == []
-    assert sweep(tmp_path, now=now + STALE_S + 60) == [tmp_path / "dead"]
-    assert [path.name for path in tmp_path.iterdir()] == ["held"]
-    held.close()
-
-
-def test_sweeping_a_folder_that_is_not_there_does_nothing(tmp_path: Path) -> None:
-    assert sweep(tmp_path / "nowhere") == []

@@ -1,0 +1,241 @@
+"""After a failure: who is left, new actors for those who are not, everybody back to one step.
+
+The effects of what `ray_pipe.recovery` decides:
+
+    abort the survivors and hear them out -> replace the dead -> ask everybody what they have
+    -> all go back to the newest common step -> what came after it is queued again
+
+The records of steps that all stages have committed are not lost with a stage: its black box has
+them. A failure during the rescue begins it anew, and counts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+
+from ray_pipe.errors import ClusterError
+from ray_pipe.failures import cause_of, is_death, lost_its_node, name_failure, to_error
+from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
+
+if TYPE_CHECKING:
+    from ray_pipe.pipeline import Item, Pipeline
+
+PING_S = 5.0
+"""Any process that is not stopped answers within this time, whatever it is computing."""
+
+UNAVAILABLE_S = 20.0
+"""Until Ray knows whether an actor that cannot be reached is gone with its node."""
+
+RESTORE_S = 300.0
+
+
+class Rescue:
+    """One failure of a pipeline, from its first error until all stages are at work again."""
+
+    def __init__(self, pipeline: Pipeline, item: Item, errors: dict[int, BaseException]) -> None:
+        self.pipeline = pipeline
+        self.step = item.plan.step
+        self.errors = dict(errors)
+        self.start = time.monotonic()
+
+    def recover(self) -> None:
+        """Bring the pipeline back, or raise the error that ends the run."""
+        pipeline = self.pipeline
+        while True:
+            dead, hung = self._hear_out()
+            failure = name_failure(
+                self.errors, step=self.step, infos=pipeline.infos, hung=hung, arm=pipeline.arm.name
+            )
+            failure = replace(failure, at_s=time.time() - pipeline.epoch_s)
+            limit = pipeline.arm.config.faults.max_failures
+            reason = verdict(failure, pipeline.failures, max_failures=limit)
+            pipeline.failures.append(failure)
+            if reason:
+                raise to_error(failure, doing=f"in step {self.step}", hint=reason)
+            try:
+                done = self._bring_back(failure, tuple(sorted({*dead, *hung})))
+            except RayError as error:
+                self.errors = {failure.stage: error}
+                continue
+            pipeline.failures[-1] = done
+            pipeline.on_failure(done)
+            return
+
+    def _hear_out(self) -> tuple[set[int], set[int]]:
+        """Stop everybody; who is dead, and who is there but does not answer."""
+        pipeline = self.pipeline
+        pushes = pipeline.transport == "push"
+        if pushes:
+            self._abort()
+        waiting: dict[Any, tuple[int, Item | None]] = {
+            ref: (index, item) for item in pipeline.queue for ref, index in item.calls.items()
+        }
+        pings = {handle.ping.remote(): (i, None) for i, handle in enumerate(pipeline.handles)}
+        waiting |= pings
+        silent_at = time.monotonic() + PING_S
+        stuck_at = time.monotonic() + max(PING_S, pipeline.deadlines.value_s)
+        while waiting and time.monotonic() < stuck_at:
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.1)
+            for ref in ready:
+                self._hear(ref, *waiting.pop(ref))
+            if time.monotonic() > silent_at and any(ref in pings for ref in waiting):
+                break
+        dead = {index for index, error in self.errors.items() if is_death(error)}
+        unsure = {i for i, e in self.errors.items() if isinstance(e, ActorUnavailableError)} - dead
+        dead |= {index for index in unsure if not self._is_there(index)}
+        hung = {index for index, _ in waiting.values()} - dead
+        if not pushes:  # now nothing is left that could run on after the abort
+            self._abort()
+        return dead, hung
+
+    def _hear(self, ref: Any, index: int, item: Item | None) -> None:
+        try:
+            result = ray.get(ref)
+        except RayError as error:
+            known = self.errors.get(index)
+            if known is None or (is_death(error) and not is_death(known)):
+                self.errors[index] = error
+        else:
+            if item is not None and type(result).__name__ == "StepRecord":
+                item.results[index] = result
+
+    def _is_there(self, index: int) -> bool:
+        try:
+            ray.get(self.pipeline.handles[index].ping.remote(), timeout=UNAVAILABLE_S)
+        except RayError:
+            return False
+        return True
+
+    def _abort(self) -> None:
+        for handle in self.pipeline.handles:
+            handle.abort.remote(f"step {self.step} failed elsewhere")
+
+    def _bring_back(self, failure: Failure, lost: tuple[int, ...]) -> Failure:
+        pipeline = self.pipeline
+        if failure.kind == "timeout" and not lost:
+            pipeline.deadlines.stretch()
+        if lost:
+            self._replace(lost)
+        statuses = self._statuses(lost)
+        decision = self._restore(statuses)
+        replayed = self._queue_again(decision.step)
+        pipeline.attempt += 1
+        changed = {decision.sources[i] for i in lost} or {*decision.sources} - {"live"} or {"box"}
+        return replace(
+            failure,
+            replaced=lost,
+            resumed_from=decision.step,
+            source=sorted(changed)[0],
+            replayed_steps=replayed,
+            recovery_s=time.monotonic() - self.start,
+        )
+
+    def _replace(self, lost: tuple[int, ...]) -> None:
+        """New actors; a node that cannot start one is avoided the second time."""
+        pipeline, actors = self.pipeline, self.pipeline.actors
+        avoid = {
+            pipeline.infos[index]["node"]
+            for index in lost
+            if (error := self.errors.get(index)) is not None and lost_its_node(cause_of(error))
+        }
+        actors.replace(lost, avoid=avoid)
+        try:
+            actors.introduce()
+        except ClusterError:
+            avoid |= {pipeline.infos[index]["node"] for index in lost}
+            actors.replace(lost, avoid=avoid)
+            actors.introduce()
+        infos = _get(pipeline.set_up(lost, reborn=True))
+        for index in lost:
+            pipeline.infos[index] = infos[index]
+        pipeline.check_infos(pipeline.infos)
+
+    def _statuses(self, lost: tuple[int, ...]) -> list[Status]:
+        """What every stage has; records that the driver has not seen are filled in."""
+        pipeline = self.pipeline
+        found = _get({handle.status.remote(): i for i, handle in enumerate(pipeline.handles)})
+        for item in pipeline.queue:
+            item.calls = {}
+            for index, status in found.items():
+                for record in status.records:
+                    if item.plan.train and record.step == item.plan.step:
+                        item.results.setdefault(index, record)
+        return [
+            Status(index=i, live=None if i in lost else found[i].live, box=found[i].box)
+            for i in range(len(pipeline.handles))
+        ]
+
+    def _restore(self, statuses: list[Status]) -> Decision:
+        """Everybody to the newest common step; a box that turns out damaged is done without."""
+        pipeline, saves = self.pipeline, self.pipeline.checkpoints
+        while True:
+            newest = None if saves is None else saves.newest()
+            decision = common_step(statuses, checkpoint=newest)
+            if decision.step == FRESH and "fresh" in decision.sources:
+                _get(pipeline.set_up(range(len(pipeline.handles))))
+                return decision
+            saved: list[Any] = [None] * len(statuses)
+            if "checkpoint" in decision.sources:
+                assert saves is not None
+                saved = saves.load(decision.step)
+                _get(pipeline.set_up(range(len(pipeline.handles))))
+            calls = {
+                handle.restore.remote(decision.step, own): i
+                for i, (handle, own) in enumerate(zip(pipeline.handles, saved, strict=True))
+            }
+            damaged = _failed(calls)
+            if not damaged:
+                return decision
+            if "checkpoint" in decision.sources:
+                raise next(iter(damaged.values()))
+            for index in damaged:
+                statuses[index] = Status(index=index, live=None)
+
+    def _queue_again(self, step: int) -> int:
+        """Put what must be run again in front; returns how many steps of it were recorded."""
+        from ray_pipe.pipeline import Item
+
+        pipeline = self.pipeline
+        num_stages = len(pipeline.handles)
+        replays = [
+            Item(plan=pipeline.arm.plan(number), is_replay=True)
+            for number in range(step + 1, max(pipeline.losses, default=-1) + 1)
+        ]
+        kept = []
+        for item in pipeline.queue:
+            is_done = item.plan.train and item.plan.step <= step and len(item.results) == num_stages
+            if item.is_replay and not is_done:
+                continue  # is among the replays anew
+            if not is_done:
+                item.results = {}
+            kept.append(item)
+        pipeline.queue.clear()
+        pipeline.queue.extend([*replays, *kept])
+        return len(replays)
+
+
+def _get(calls: dict[Any, int]) -> dict[int, Any]:
+    """Results by stage, or the first error."""
+    results = ray.get(list(calls), timeout=RESTORE_S)
+    return dict(zip(calls.values(), results, strict=True))
+
+
+def _failed(calls: dict[Any, int]) -> dict[int, RayError]:
+    """Errors by stage, of a stage's own work; the death of one ends the rescue."""
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=RESTORE_S)
+    if late:
+        raise GetTimeoutError(f"stages {sorted(calls[ref] for ref in late)} do not come back")
+    errors: dict[int, RayError] = {}
+    for ref in ready:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            if is_death(error):
+                raise
+            errors[calls[ref]] = error
+    return errors

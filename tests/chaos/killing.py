@@ -1,0 +1,129 @@
+"""Faults in earnest: real Ray actors that kill and stop themselves, and what comes of the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ray_pipe.cluster import StageActors
+from ray_pipe.config import RunConfig
+from ray_pipe.plans import Arm, arms_of
+from ray_pipe.recovery import Failure
+from ray_pipe.refs_pipeline import TRANSPORTS
+from ray_pipe.workload import gpt_workload
+from stages.mishap import LinkFault, Mishap
+from stages.schedule import actions_of
+
+STAGES, STEPS, FATAL, MICRO_BATCHES = 3, 5, 2, 3
+
+
+@cache
+def make_arm(codec: str = "acsgd", schedule: str = "gpipe", **changes: Any) -> Arm:
+    """A tiny training: three stages of one block, five steps over twelve samples."""
+    config = RunConfig.from_dict(
+        {
+            "compare": [],
+            "codec.name": codec,
+            "steps": STEPS,
+            "model.name": "gpt-nano",
+            "model.layers": STAGES,
+            "model.width": 32,
+            "model.heads": 2,
+            "model.context": 16,
+            "data.num_samples": 12,
+            "pipeline.stages": STAGES,
+            "pipeline.schedule": schedule,
+            "pipeline.micro_batches": MICRO_BATCHES,
+            "pipeline.micro_batch_size": 2,
+            "network.bandwidth_bps": "unlimited",
+            "optim.clip": 0.5,
+            "codec.rounding": "stochastic",
+            **changes,
+        }
+    )
+    return arms_of(config, gpt_workload(config))[0]
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """How a run ended."""
+
+    losses: list[float | None]
+    weights: list[dict[str, Tensor]]
+    failures: list[Failure] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+
+
+def train(
+    actors: StageActors,
+    arm: Arm,
+    *,
+    mishaps: Sequence[tuple[int, Mishap]] = (),
+    link_faults: Sequence[tuple[int, LinkFault]] = (),
+    transport: str = "push",
+) -> Ended:
+    """Train the arm with faults on the given actors, which may be others afterwards."""
+    arm = replace(arm, mishaps=tuple(mishaps), link_faults=tuple(link_faults))
+    start = time.monotonic()
+    pipeline = TRANSPORTS[transport](actors, arm, epoch_s=time.time())
+    losses: list[float | None] = []
+    events: list[str] = []
+    for records in pipeline.train():
+        losses.append(records[-1].loss)
+        events += [event for record in records for event in record.events]
+    weights = [state["module"] for state in pipeline.state_dicts()]
+    return Ended(
+        losses=losses,
+        weights=weights,
+        failures=pipeline.failures,
+        events=events,
+        wall_s=time.monotonic() - start,
+    )
+
+
+def same(ours: Ended, right: Ended) -> bool:
+    """Whether every loss and every weight agrees to the bit."""
+    return ours.losses == right.losses and all(
+        own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+        for own, other in zip(ours.weights, right.weights, strict=True)
+    )
+
+
+def points_of(schedule: str, stage: int) -> list[str]:
+    """Every place of a step where a stage can die, in its order."""
+    points: list[str] = []
+    last = STAGES - 1
+    for action in actions_of(
+        schedule, stage=stage, num_stages=STAGES, num_micro_batches=MICRO_BATCHES
+    ):
+        forward = action.kind == "F"
+        has_source, has_target = (stage > 0, stage < last) if forward else (stage < last, stage > 0)
+        points += [f"recv {action}"] * has_source + [str(action)] + [f"send {action}"] * has_target
+    points += ["norm"] + ["prepared"] * (stage > 0) + ["update", "commit", "committed"]
+    return [*points, "box rows", "box arrays", "box mark"]
+
+
+def kinds_of(schedule: str, stage: int) -> list[str]:
+    """One place of each kind: the second micro-batch's where there are several."""
+    chosen: dict[str, str] = {}
+    for point in points_of(schedule, stage):
+        kind = point.rstrip("0123456789")
+        if kind not in chosen or point.endswith("1"):
+            chosen[kind] = point
+    return list(chosen.values())
+
+
+def note(path: Path, name: str, ended: Ended) -> None:
+    """Add the measured recoveries of a case to a file of results."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found[name] = [failure.as_dict() for failure in ended.failures]
+    path.write_text(json.dumps(found, indent=1) + "\n")

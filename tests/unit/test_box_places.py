@@ -1,0 +1,76 @@
+"""Boxes lie where there is room, are found again, and those of dead runs are removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stages import box_places
+from stages.black_box import BlackBox, BoxError
+from stages.box_places import STALE_S, candidates, open_box, sweep
+
+
+def test_boxes_of_dead_runs_are_swept_and_held_or_young_ones_are_not(tmp_path: Path) -> None:
+    held = BlackBox(tmp_path / "held" / "stage-0")
+    BlackBox(tmp_path / "dead" / "stage-0").close()
+    now = (tmp_path / "dead").stat().st_mtime
+
+    assert sweep(tmp_path, now=now + STALE_S / 2) == []
+    assert sweep(tmp_path, now=now + STALE_S + 60) == [tmp_path / "dead"]
+    assert [path.name for path in tmp_path.iterdir()] == ["held"]
+    held.close()
+
+
+def test_sweeping_a_folder_that_is_not_there_does_nothing(tmp_path: Path) -> None:
+    assert sweep(tmp_path / "nowhere") == []
+
+
+def test_a_box_is_made_in_the_folder_given_and_found_again(tmp_path: Path) -> None:
+    first = open_box(str(tmp_path), run="r", stage=2, need_nbytes=10)
+    first.close()
+    again = open_box(str(tmp_path), run="r", stage=2, need_nbytes=10)
+
+    assert first.folder == again.folder
+    assert again.folder.is_relative_to(tmp_path)
+    assert again.folder.name == "stage-2"
+    again.close()
+
+
+def test_shared_memory_is_taken_if_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_places, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(box_places.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    (tmp_path / "shm").mkdir()
+
+    small = open_box("auto", run="small", stage=0, need_nbytes=10)
+    large = open_box("auto", run="large", stage=0, need_nbytes=1 << 60)
+
+    assert small.folder.is_relative_to(tmp_path / "shm")
+    assert large.folder.is_relative_to(tmp_path / "tmp")
+    monkeypatch.setattr(box_places, "MIN_FREE_NBYTES", 1 << 60)
+    small.close()
+    found = open_box("auto", run="small", stage=0, need_nbytes=10)
+    assert found.folder == small.folder  # a box is found where it is, room or not
+    found.close()
+    large.close()
+
+
+def test_without_shared_memory_the_temporary_folder_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_places, "SHARED_MEMORY", tmp_path / "none")
+
+    assert len(candidates("auto")) == 1
+
+
+def test_a_box_that_stays_held_is_refused_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_places, "LOCK_PATIENCE_S", 0.05)
+    box = open_box(str(tmp_path), run="r", stage=0, need_nbytes=10)
+
+    with pytest.raises(BoxError, match="held by another process"):
+        open_box(str(tmp_path), run="r", stage=0, need_nbytes=10)
+    box.close()
