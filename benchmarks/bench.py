@@ -51,9 +51,9 @@ def train_arm(
     from ray_pipe.config import RunConfig
     from ray_pipe.driver import Trained, train_on
     from ray_pipe.metrics import ArmMeter
-    from ray_pipe.refs_pipeline import TRANSPORTS
     from ray_pipe.planner.cost import measure_costs, predict
     from ray_pipe.plans import arms_of
+    from ray_pipe.refs_pipeline import TRANSPORTS
     from ray_pipe.workload import gpt_workload
 
     config = RunConfig.from_dict({"compare": [], **settings})

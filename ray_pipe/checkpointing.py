@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from ray_pipe.arm_progress import (
     EvalLosses,
     eval_losses_of,
@@ -21,7 +23,7 @@ from ray_pipe.metrics import ArmMeter
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import Prediction
 from ray_pipe.plans import Arm
-from ray_pipe.resume import Start, default_folder, find_resume, load
+from ray_pipe.resume import Start, default_folder, find_resume, load, states_for
 
 
 class InTraining(Protocol):
@@ -110,6 +112,7 @@ class RunCheckpoints:
             )
             one.saver.newest = start.checkpoint
             pipeline.on_sent = one.saver.sent
+        pipeline.checkpoints = Fallback(one, start.checkpoint)
 
     def end_steps(self, pipeline: Pipeline, one: InTraining) -> None:
         """The arm's own steps are done: wait until they are saved."""
@@ -122,6 +125,33 @@ class RunCheckpoints:
         """Nothing more will be trained of this arm."""
         if self._store is not None and one.saver is not None and one.saver.newest is not None:
             self._store.finish(one.arm.name, _numbers(one))
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """What a pipeline goes back to when a stage is lost with its black box."""
+
+    one: InTraining
+    first: Checkpoint | None
+    """What the arm began with, if it was resumed."""
+
+    def newest(self) -> int | None:
+        """The step whose commit was saved last."""
+        checkpoint = self._checkpoint()
+        return None if checkpoint is None else checkpoint.step - 1
+
+    def load(self, step: int) -> list[Any]:
+        """That state of every stage, as `StageActor.load_state` takes it."""
+        checkpoint = self._checkpoint()
+        assert checkpoint is not None
+        assert checkpoint.step - 1 == step
+        checkpoint.verify()
+        states, _ = states_for(self.one.arm, checkpoint)
+        return [np.frombuffer(state.to_bytes(), dtype=np.uint8) for state in states]
+
+    def _checkpoint(self) -> Checkpoint | None:
+        saver = self.one.saver
+        return self.first if saver is None else saver.newest or self.first
 
 
 def _numbers(one: InTraining) -> dict[str, Any]:

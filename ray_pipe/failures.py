@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -84,13 +85,11 @@ def _who(index: int, error: BaseException, infos: Sequence[Mapping[str, Any]]) -
     if isinstance(cause, RayActorError):
         ids = [info.get("actor") for info in infos]
         return ids.index(cause.actor_id) if cause.actor_id in ids else index
-    if isinstance(error, RayTaskError):
-        pids = [info["pid"] for info in infos]
-        innermost = error
-        while isinstance(innermost.cause, RayTaskError):
-            innermost = innermost.cause
-        if pids.count(innermost.pid) == 1:
-            return pids.index(innermost.pid)
+    # Of calls that depend on each other Ray quotes the whole chain, the root last.
+    told = re.findall(r"\bpid=(\d+)", str(error)) if isinstance(error, RayTaskError) else []
+    pids = [info["pid"] for info in infos]
+    if told and pids.count(int(told[-1])) == 1:
+        return pids.index(int(told[-1]))
     return index
 
 

@@ -194,7 +194,9 @@ class Pipeline:
         for item in itertools.islice(self.queue, AHEAD):
             if not item.calls and len(item.results) < len(self.handles):
                 plan = self.current(item.plan)
-                name = f"{self.arm.name} {'step' if plan.train else 'evaluation'}"  # on the dashboard
+                name = (
+                    f"{self.arm.name} {'step' if plan.train else 'evaluation'}"  # on the dashboard
+                )
                 item.calls = {
                     handle.run_step.options(name=name).remote(plan): index
                     for index, handle in enumerate(self.handles)

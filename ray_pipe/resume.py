@@ -131,8 +131,15 @@ def load(pipeline: Loads, start: Start, arm: Arm) -> list[str]:
     Returns what the user should know.
     """
     assert start.checkpoint is not None
-    checkpoint, manifest = start.checkpoint, start.checkpoint.manifest
-    _refuse_other_model(pipeline, checkpoint)
+    _refuse_other_model(pipeline, start.checkpoint)
+    states, notes = states_for(arm, start.checkpoint)
+    pipeline.load_states(states)
+    return notes
+
+
+def states_for(arm: Arm, checkpoint: Checkpoint) -> tuple[list[StageState], list[str]]:
+    """The checkpoint as the arm's stages need it, and what the user should know about it."""
+    manifest = checkpoint.manifest
     cuts = arm.workload.cuts(arm.config.pipeline.stages)
     states = checkpoint.states()
     notes: list[str] = []
@@ -152,8 +159,7 @@ def load(pipeline: Loads, start: Start, arm: Arm) -> list[str]:
                 f"{_listed(dropped)}, and begins cold at those before blocks {_listed(fresh)}"
             )
         notes.append(text)
-    pipeline.load_states(states)
-    return notes
+    return states, notes
 
 
 def _listed(blocks: list[int]) -> str:
