@@ -40,19 +40,20 @@ class Monitor:
     ) -> None:
         """Arm `index` (from 0) begins."""
         self._arm, self._num_steps = name, steps
-        self._place = f"{name} ({index + 1}/{num_arms})"
+        self._place = f"arm {index + 1} of {num_arms}"
         self._export(name, of_arm_start(num_steps=steps, predicted_step_s=predicted_step_s))
-        self._show(f"{self._place}: begins, {steps} steps")
+        self._show(f"{name} begins, {self._place}")
 
     def on_step(self, row: StepRow, records: Sequence[StepRecord]) -> None:
         """A step of the arm's own ended."""
         self._export(row.arm, of_step(row, records))
-        parts = [f"step {row.step + 1} of {self._num_steps}"]
+        # Ray's list of jobs shows some 25 letters, the rest when it is asked to.
+        parts = [f"{row.arm} {row.step + 1}/{self._num_steps}"]
         if row.loss is not None:
             parts.append(f"loss {row.loss:.4f}")
         if row.tokens_per_s is not None:
             parts.append(f"{show_amount(row.tokens_per_s)} tokens/s")
-        self._show(f"{self._place}: {', '.join(parts)}")
+        self._show(", ".join([*parts, self._place]))
 
     def on_eval(self, loss: float | None) -> None:
         """The held-out samples were evaluated."""
@@ -62,7 +63,7 @@ class Monitor:
     def on_failure(self) -> None:
         """A stage or a node failed."""
         self._export(self._arm, [Reading("pipe_failures_total", 1)])
-        self._show(f"{self._place}: a stage failed")
+        self._show(f"{self._arm}: a stage failed, {self._place}")
 
     def on_recovery(self, seconds: float) -> None:
         """Training goes on, `seconds` after the failure was noticed."""
@@ -70,13 +71,13 @@ class Monitor:
         if seconds > 0:
             readings.append(Reading("pipe_recovery_seconds_total", seconds))
         self._export(self._arm, readings)
-        self._show(f"{self._place}: recovered in {seconds:.1f} s")
+        self._show(f"{self._arm}: recovered in {seconds:.1f} s, {self._place}")
 
     def on_arm_end(self, summary: ArmSummary) -> None:
         """The arm has its final numbers."""
         self._export(summary.name, of_arm_end(summary))
         loss = f", final loss {summary.final_loss:.4f}" if summary.final_loss is not None else ""
-        self._show(f"{self._place}: done{loss}")
+        self._show(f"{summary.name} done{loss}, {self._place}")
 
 
 @contextmanager

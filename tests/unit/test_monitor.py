@@ -38,11 +38,11 @@ def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
     told.monitor.on_arm_end(summarize(meter, final_window=1))
 
     assert told.lines == [
-        "acsgd (2/3): begins, 40 steps",
-        "acsgd (2/3): step 7 of 40, loss 3.2500, 8.00k tokens/s",
-        "acsgd (2/3): a stage failed",
-        "acsgd (2/3): recovered in 1.5 s",
-        "acsgd (2/3): done, final loss 3.2500",
+        "acsgd begins, arm 2 of 3",
+        "acsgd 7/40, loss 3.2500, 8.00k tokens/s, arm 2 of 3",
+        "acsgd: a stage failed, arm 2 of 3",
+        "acsgd: recovered in 1.5 s, arm 2 of 3",
+        "acsgd done, final loss 3.2500, arm 2 of 3",
     ]
     names = [name for _, name, _ in told.readings]
     assert {arm for arm, _, _ in told.readings} == {"acsgd"}
@@ -65,7 +65,7 @@ def test_a_step_without_a_loss_is_told_without_one() -> None:
     told.monitor.on_eval(None)
     told.monitor.on_eval(float("nan"))
 
-    assert told.lines[-1] == "fp32 (1/1): step 1 of 4"
+    assert told.lines[-1] == "fp32 1/4, arm 1 of 1"
     assert "pipe_eval_loss" not in {name for _, name, _ in told.readings}
 
 

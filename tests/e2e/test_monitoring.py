@@ -1,0 +1,151 @@
+"""A submitted job on a real cluster, seen by Prometheus, by Grafana's queries, in a browser."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import dashboard_rig as rig
+import pytest
+
+from ray_pipe.monitoring.catalogue import METRICS
+from ray_pipe.monitoring.panels import ROWS, VARIABLES
+from ray_pipe.monitoring.provisioning import label_query
+
+pytestmark = pytest.mark.slow
+
+ARMS = ["fp32", "acsgd"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rig.Watched]:
+    """One job serves all tests of this file."""
+    try:
+        with rig.watched_job(tmp_path_factory.mktemp("monitoring")) as watched:
+            yield watched
+    except rig.CannotWatch as missing:
+        pytest.skip(f"monitoring is not tried: {missing}")
+
+
+def exported(seen: rig.Watched, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """The last value of each series, also of those whose driver is gone."""
+    expr = f'last_over_time(ray_{name}{{run="{rig.RUN}"}}[{rig.WINDOW}])'
+    return seen.prometheus.numbers(expr, "arm", *labels)
+
+
+def test_scraped_numbers_are_those_of_results_json(seen: rig.Watched) -> None:
+    arms = {arm["name"]: arm for arm in seen.results["arms"]}
+    nbytes = exported(seen, "pipe_link_bytes_total", "link", "kind")
+
+    assert list(arms) == ARMS
+    for name, arm in arms.items():
+        links = {
+            (name, link, kind): count
+            for link, kinds in arm["links"].items()
+            for kind, count in kinds.items()
+        }
+        own = {key: value for key, value in nbytes.items() if key[0] == name}
+        by_kind = {
+            kind: sum(value for key, value in own.items() if key[2] == kind)
+            for kind in arm["bytes_total"]
+        }
+        key = (name,)
+        assert own == links
+        assert by_kind == arm["bytes_total"]
+        assert exported(seen, "pipe_steps_total")[key] == arm["steps"] == 24
+        assert exported(seen, "pipe_step")[key] == exported(seen, "pipe_planned_steps")[key] == 24
+        assert exported(seen, "pipe_tokens_total")[key] == arm["num_tokens"]
+        assert exported(seen, "pipe_final_loss")[key] == arm["final_loss"]
+        assert exported(seen, "pipe_loss")[key] == arm["losses"][arm["steps"] - 1][2]
+        assert exported(seen, "pipe_eval_loss")[key] == arm["eval_losses"][-1][2]
+        assert exported(seen, "pipe_predicted_step_seconds")[key] == arm["predicted_step_s"]
+        assert exported(seen, "pipe_prediction_error_ratio")[key] == arm["prediction_error"]
+        seconds = exported(seen, "pipe_step_seconds_total")[key]
+        assert seconds == pytest.approx(arm["wall_s"], rel=1e-9)
+
+
+def test_acsgd_compresses_and_fp32_does_not(seen: rig.Watched) -> None:
+    ratios: dict[str, float] = {}
+    full, sent = (
+        exported(seen, "pipe_fp32_bytes_total", "link"),
+        exported(seen, "pipe_link_bytes_total", "link", "kind"),
+    )
+    for arm in ARMS:
+        tensors = sum(value for key, value in sent.items() if key[0] == arm and key[2] != "control")
+        ratios[arm] = sum(value for key, value in full.items() if key[0] == arm) / tensors
+
+    assert 0.9 < ratios["fp32"] < 1.0  # headers
+    assert ratios["acsgd"] > 4.0
+
+
+@pytest.mark.parametrize("title", [panel.title for row in ROWS.values() for panel in row])
+def test_every_query_of_the_grafana_dashboard_gives_data(seen: rig.Watched, title: str) -> None:
+    (panel,) = [panel for row in ROWS.values() for panel in row if panel.title == title]
+
+    for query in panel.queries:
+        series = seen.ask(query.expr, instant=panel.kind != "timeseries")
+        labels = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
+        assert series, query.expr
+        for own, values in series:
+            assert set(own) == labels, query.expr
+            assert own["run"] == rig.RUN
+            assert own["arm"] in ARMS
+            assert any(math.isfinite(value) for value in values), query.expr
+
+
+def test_a_wrong_query_gives_no_data(seen: rig.Watched) -> None:
+    assert seen.ask('ray_pipe_loss{run=~"$run-of-somebody-else"}') == []
+    assert seen.ask("ray_pipe_lost") == []
+    with pytest.raises(ValueError, match="refuses"):
+        seen.ask("sum by (run (ray_pipe_loss)")
+
+
+def test_the_dashboards_variables_offer_the_run_and_its_arms(seen: rig.Watched) -> None:
+    offered = {}
+    for label in VARIABLES:
+        match = re.fullmatch(r"label_values\((\w+), (\w+)\)", label_query(label))
+        assert match is not None
+        offered[match[2]] = seen.prometheus.label_values(match[2], match[1])
+
+    assert offered == {"run": [rig.RUN], "arm": sorted(ARMS)}
+
+
+def test_every_metric_that_is_not_rare_or_planned_was_exported(seen: rig.Watched) -> None:
+    usual = {metric.name for metric in METRICS if not metric.rare and not metric.planned}
+
+    assert {name for name in usual if not exported(seen, name)} == set()
+
+
+def test_the_jobs_page_tells_the_runs_name_and_where_it_is(seen: rig.Watched) -> None:
+    page = seen.pages["jobs"]
+
+    assert f">{rig.RUN}<" in page  # the Name column
+    assert f"--name {rig.RUN}" in page  # the command
+    assert rig.STATUS.search(page), "no status message in the page"
+
+
+def test_the_status_message_moves_on_and_ray_has_the_last_word(seen: rig.Watched) -> None:
+    first, later, last = seen.messages
+
+    assert rig.STATUS.fullmatch(first)
+    assert later != first
+    assert "finished successfully" in last
+
+
+def test_the_actors_page_shows_every_stage_by_name(seen: rig.Watched) -> None:
+    page = seen.pages["actors"]
+
+    for stage in range(2):
+        assert re.search(rf"ray_pipe/{rig.RUN}-\w+/stage-{stage}", page)
+        assert f"PipelineStage(stage={stage})" in page
+    assert ">PipelineStage<" in page  # the Class column
+
+
+def test_the_pictures_in_the_documentation_are_small() -> None:
+    docs = Path(rig.ROOT) / "docs"
+
+    for name in ("dashboard-jobs.png", "dashboard-actors.png"):
+        assert (docs / name).read_bytes().startswith(b"\x89PNG")
+        assert (docs / name).stat().st_size < 200_000
