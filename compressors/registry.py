@@ -31,6 +31,7 @@ from compressors.error_feedback import ErrorFeedback
 from compressors.floating import Bf16, Fp16
 from compressors.identity import Identity
 from compressors.quantize import Reference, Uniform
+from compressors.spill import Spill
 from compressors.topk import TopK
 
 Namespace = tuple[str | int, ...]
@@ -66,6 +67,9 @@ class CodecSpec:
 
     spill_dir: str | None = None
     """Where rows go that memory does not hold; None keeps them in memory."""
+
+    spill_ram_bytes: int = 256 << 20
+    """Rows that stay in memory where there is a `spill_dir`."""
 
     checksum: bool = False
     """Compare a checksum of the new rows at each visit."""
@@ -114,11 +118,17 @@ def _delta_of(
             first_visit=first_visit,
             rows=spec.rows,
             cap_bytes=spec.cap_bytes,
-            spill=spec.spill_dir,
+            spill=_spill_of(spec),
             checksum=spec.checksum,
         )
 
     return build
+
+
+def _spill_of(spec: CodecSpec) -> Spill | None:
+    if spec.spill_dir is None:
+        return None
+    return Spill(directory=spec.spill_dir, ram_bytes=spec.spill_ram_bytes)
 
 
 CODECS: Final[dict[str, Callable[[CodecSpec, Namespace], Compressor]]] = {

@@ -160,6 +160,7 @@ def codec_spec(codec: CodecConfig, name: str, bits: int, seed: int) -> CodecSpec
         density=codec.density,
         cap_bytes=codec.memory_cap,
         spill_dir=codec.spill_dir,
+        spill_ram_bytes=codec.spill_ram,
         checksum=codec.checksum,
         seed=seed,
     )

@@ -40,7 +40,7 @@ MUST_MATCH = (
 MAY_DIFFER = (
     "name", "out", "address", "compare", "epochs", "steps", "deadline_s", "dashboard",
     "data", "network", "faults", "checkpoint", "pipeline.stages", "pipeline.transport",
-    "pipeline.recompute", "codec.name", "codec.spill_dir", "codec.checksum",
+    "pipeline.recompute", "codec.name", "codec.spill_dir", "codec.spill_ram", "codec.checksum",
 )  # fmt: skip
 """Options that change no bit of the training, or are checked in another way: data by its digest."""
 

@@ -147,6 +147,9 @@ class CodecConfig:
     spill_dir: str | None = None
     """Folder for remembered activations on disk instead of in memory."""
 
+    spill_ram: int = option(256 << 20, low=0, unit="size")
+    """Remembered activations that stay in memory at each end where spill_dir is given."""
+
     density: float = option(0.1, above=0.0, high=1.0)
     """Share of the entries that topk sends."""
 

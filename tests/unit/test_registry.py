@@ -168,6 +168,7 @@ def test_a_spec_is_frozen_and_has_the_defaults_of_the_specification() -> None:
         spec.bits = 2  # type: ignore[misc]
     assert {f.name: f.default for f in fields(CodecSpec) if f.name != "name"} == {
         "bits": 4, "grid": "signed", "group": 32, "rounding": "nearest", "first_visit_bits": 8,
-        "rows": "bf16", "density": 0.1, "cap_bytes": None, "spill_dir": None, "checksum": False,
+        "rows": "bf16", "density": 0.1, "cap_bytes": None, "spill_dir": None,
+        "spill_ram_bytes": 256 * 1024 * 1024, "checksum": False,
         "seed": 0,
     }  # fmt: skip

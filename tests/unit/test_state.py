@@ -46,13 +46,18 @@ def stochastic() -> dict[str, CodecSpec]:
     }
 
 
+def spilled(**changes: Any) -> CodecSpec:
+    """Two rows stay in memory, all others go to the file."""
+    return acsgd(spill_dir="{tmp}", spill_ram_bytes=2 * ROW_NBYTES, **changes)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "directq": {"activation": DIRECTQ, "gradient": DIRECTQ},
     "acsgd": {"activation": acsgd(), "gradient": DIRECTQ},
     "acsgd evicting": {"activation": acsgd(cap_bytes=CAP), "gradient": DIRECTQ},
-    "acsgd spilled": {"activation": acsgd(spill_dir="{tmp}"), "gradient": DIRECTQ},
-    "acsgd spilled, evicting": {"activation": acsgd(spill_dir="{tmp}", cap_bytes=CAP)},
+    "acsgd spilled": {"activation": spilled(), "gradient": DIRECTQ},
+    "acsgd spilled, evicting": {"activation": spilled(cap_bytes=CAP)},
     "composed": composed(),
     "stochastic": stochastic(),
     "sgd with momentum": {"optim": OptimSpec(name="sgd", momentum=0.9)},
@@ -181,6 +186,7 @@ def test_evictions_were_really_going_on(tmp_path: Any) -> None:
 
     assert run.records[-1][0].codec["0->1"]["evictions"] > 0
     assert run.records[-1][0].codec["0->1"]["hits"] > 0
+    assert run.records[-1][0].codec["0->1"]["spilled_bytes"] > 0
     assert any(s.wiring.activation_out.codec.pending_evictions for s in run.stages[:1])  # type: ignore[union-attr]
 
 
