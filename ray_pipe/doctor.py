@@ -65,8 +65,8 @@ def make_parser() -> FlagParser:
         "--seconds",
         metavar="S",
         type=float,
-        default=1.0,
-        help="How long each link is filled. (default: 1.0)",
+        default=2.0,
+        help="How long each link is filled, each way. (default: 2.0)",
     )
     add(
         "--max-transfer",

@@ -66,6 +66,7 @@ def _findings(checkup: Checkup) -> Iterator[Finding]:
     yield from _judge_sources(checkup.here, seen)
     yield from _judge_versions(checkup.here, seen)
     yield from _judge_links(checkup)
+    yield from _judge_load(seen)
     if checkup.address is not None and len(checkup.nodes) == 1:
         yield _warning(
             "one-node",
@@ -188,12 +189,17 @@ def _judge_node(node: NodeReport) -> Iterator[Finding]:
             "of traces and logs is shifted",
             "let chrony or systemd-timesyncd set it (`timedatectl set-ntp true`)",
         )
-    if node.num_cores and node.load > BUSY * node.num_cores:
+
+
+def _judge_load(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+    busy = [node for node in nodes if node.num_cores and node.load > BUSY * node.num_cores]
+    if busy:
+        loads = ", ".join(f"{node.load:.1f} on {node.num_cores}" for node in busy)
         yield _warning(
             "busy",
-            node.label,
-            f"{node.load:.1f} threads want its {node.num_cores} cores, so what is measured now "
-            "is worse than it could be",
+            _labels(busy),
+            f"more threads want to run than there are cores ({loads}), so what is measured now is "
+            "worse than it could be",
             "end other programs there, then look again",
         )
 

@@ -31,6 +31,7 @@ LARGE_FROM_NBYTES = 8 << 20
 IN_FLIGHT_NBYTES, MAX_PIECES = 32 << 20, 64
 FIRST_NBYTES = 16 * 1024
 GROWTH = 4
+REPEATS = 3
 MIN_CALLS, MAX_CALLS, CALLS_S = 5, 21, 0.5
 CONNECT_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 10.0
@@ -181,27 +182,32 @@ class Probe:
     def send(self, peer: Any, call_s: float, seconds: float, limit: int) -> dict[str, Any]:
         """Fill the link for about `seconds`, never with more than `limit` bytes.
 
-        Grows until a transfer takes long enough to tell the rate, then measures once with as many
-        bytes as that rate carries in the time. The keys are fields of `LinkReport`.
+        Grows until a transfer takes long enough to tell the rate, then measures `REPEATS` times and
+        believes the fastest: a busy machine can only make it slower. The keys are fields of
+        `LinkReport`.
         """
-        nbytes, sent = min(FIRST_NBYTES, limit), 0
+        part_s = seconds / (1 + REPEATS)
+        nbytes, sent, total_s = min(FIRST_NBYTES, limit), 0, 0.0
         try:
             while True:
                 took_s = self._transfer(peer, nbytes)
                 sent += nbytes
-                enough = took_s >= seconds / 3
-                if enough or sent + GROWTH * nbytes > limit:
-                    break
-                nbytes *= GROWTH
-            rate = nbytes / max(took_s - call_s, took_s / 10)
-            nbytes = int(min(rate * seconds, limit - sent))
-            if nbytes > FIRST_NBYTES:
-                took_s = self._transfer(peer, nbytes)
+                total_s += took_s
                 rate = nbytes / max(took_s - call_s, took_s / 10)
+                if took_s >= part_s / 2 or sent + GROWTH * nbytes > limit:
+                    break
+                nbytes = int(min(GROWTH * nbytes, max(2 * nbytes, rate * part_s)))
+            for left in range(REPEATS, 0, -1):
+                nbytes = int(min(rate * part_s, (limit - sent) / left))
+                if nbytes < FIRST_NBYTES:
+                    break
+                took_s = self._transfer(peer, nbytes)
+                rate = max(rate, nbytes / max(took_s - call_s, took_s / 10))
                 sent += nbytes
+                total_s += took_s
         except Exception as error:  # as above
             return {"error": f"the transfer broke off after {sent} bytes ({type(error).__name__})"}
-        return {"bandwidth_bps": 8 * rate, "nbytes": sent, "seconds": took_s}
+        return {"bandwidth_bps": 8 * rate, "nbytes": sent, "seconds": total_s}
 
     def _calls(self, peer: Any) -> list[float]:
         import ray

@@ -26,7 +26,7 @@ START_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 180.0
 NUM_CLOCK_SAMPLES = 9
-OVERHEAD = 1.6
+OVERHEAD = 1.2
 """A measurement of `seconds` takes about this many times as long, its growing included."""
 
 
@@ -51,7 +51,7 @@ def examine(
     folders: Sequence[str] = (),
     bandwidth: bool = True,
     neighbours_only: bool = False,
-    seconds: float = 1.0,
+    seconds: float = 2.0,
     limit_nbytes: int = 256 << 20,
 ) -> Checkup:
     """Look at every node and link. A cluster that cannot be reached is a `Checkup` with `error`.

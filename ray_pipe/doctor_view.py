@@ -35,8 +35,8 @@ class Watching:
         self._phase = "loading Ray"
         self._num_links = 0
         self._done = 0
-        self._estimate_s = 0.0
-        self._links_start_s = 0.0
+        self._each_s = 0.0
+        self._links_start_s = self._latest_s = 0.0
         self._latest = ""
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._live = (
@@ -64,12 +64,14 @@ class Watching:
         self._line(text)
 
     def on_links(self, num_links: int, seconds: float) -> None:
-        self._num_links, self._estimate_s = num_links, seconds
-        self._links_start_s = self._clock()
+        self._num_links, self._each_s = num_links, seconds / max(1, num_links)
+        self._links_start_s = self._latest_s = self._clock()
         self.on_phase(f"measuring {num_links} links, about {show_clock(max(1.0, seconds))}")
 
     def on_link(self, link: LinkReport) -> None:
         self._done += 1
+        self._latest_s = self._clock()
+        self._each_s = (self._latest_s - self._links_start_s) / self._done
         self._latest = f"{link.source} -> {link.target}: {_rate(link)}"
         left = f", about {show_clock(self.left_s)} left" if self._done < self._num_links else ""
         self._line(f"link {self._done}/{self._num_links}  {self._latest}{left}")
@@ -77,10 +79,8 @@ class Watching:
     @property
     def left_s(self) -> float:
         """For the links that remain: as long as those before took, or as estimated."""
-        gone = self._clock() - self._links_start_s
-        each = gone / self._done if self._done else self._estimate_s / max(1, self._num_links)
-        left = (self._num_links - self._done) * each
-        return max(0.0, left - gone) if not self._done else left
+        since = self._clock() - self._latest_s
+        return max(0.0, (self._num_links - self._done) * self._each_s - since)
 
     def render(self) -> RenderableType:
         """The display as it stands."""
@@ -129,6 +129,7 @@ def _parts(checkup: Checkup, verdict: Verdict) -> Iterator[RenderableType]:
     yield ""
     head = Table.grid(padding=(0, 2))
     head.add_row(Text("here", style="bold"), Text(_software(checkup)))
+    head.add_row(Text("source", style="bold"), Text(_source(checkup)))
     if checkup.dashboard:
         head.add_row(Text("dashboard", style="bold"), Text(checkup.dashboard))
     metrics = [node.metrics for node in checkup.nodes if node.metrics]
@@ -252,10 +253,18 @@ def _software(checkup: Checkup) -> str:
     here = checkup.here
     names = [f"Python {here.versions.get('python')}"]
     names += [f"{name} {here.versions.get(name) or 'missing'}" for name in PACKAGES]
+    return ", ".join(names)
+
+
+def _source(checkup: Checkup) -> str:
+    here = checkup.here
     core = f"{here.core} core" if here.core else "no core"
     if here.core == "native" and here.instructions:
-        core += f" ({here.instructions})"
-    return ", ".join([*names, core]) + f"; source {here.source or 'unknown'}"
+        core += f", {here.instructions}"
+    seen = [node for node in checkup.nodes if node.error is None]
+    same = all(node.software.source == here.source for node in seen)
+    where = ", the same on every node" if same and len(seen) > 1 else ""
+    return f"{here.source or 'unknown'}{where}; {core}"
 
 
 def _differing(checkup: Checkup) -> list[str]:

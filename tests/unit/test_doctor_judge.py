@@ -185,7 +185,7 @@ def test_versions_that_differ_are_named(name: str, version: str | None, level: s
         ),
         ({"clock_offset_s": -3.2}, "warning", "clock", "its clock is 3.20 s behind"),
         ({"clock_offset_s": 0.3}, "warning", "clock", "its clock is 0.30 s ahead"),
-        ({"load": 6.5}, "warning", "busy", "6.5 threads want its 4 cores"),
+        ({"load": 6.5}, "warning", "busy", "than there are cores (6.5 on 4)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_node(
@@ -253,6 +253,13 @@ def test_a_link_below_a_megabit_is_worth_a_warning() -> None:
 
 def test_links_that_were_not_measured_are_no_finding() -> None:
     assert judge(without_bandwidth(healthy())).state == "ok"
+
+
+def test_busy_nodes_are_one_warning() -> None:
+    finding = only_finding(with_node(with_node(healthy(), 0, load=9.0), 2, load=7.25))
+
+    assert finding.where == "node 0 (10.0.0.10), node 2 (10.0.0.12)"
+    assert "(9.0 on 4, 7.2 on 4)" in finding.what
 
 
 def test_faults_come_before_warnings() -> None:
