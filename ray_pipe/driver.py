@@ -94,7 +94,7 @@ class Trained:
 
     def add_again(self, records: list[StepRecord]) -> None:
         """A step that was run again after a failure: its bytes count, its row is there."""
-        self.meter.count_again(records)
+        self.monitor.on_replay(self.meter.count_again(records), records)
         if self.saver is not None:
             self.saver.recorded(records[0].step)
 
@@ -155,7 +155,7 @@ def run(
             with (
                 MetricsFile(path / "metrics.jsonl") as sink,
                 StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
-                watch(path.name) as monitor,
+                watch(path.name, failures) as monitor,
             ):
                 for index, arm in enumerate(arms):
                     if checkpoints.is_done(arm):
@@ -235,7 +235,12 @@ def prepare(
         prediction = predict(arm, costs, sample_shape, num_cores=sum(cores.values()))
         pipeline.expect(prediction.step_s)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
-    pipeline.on_failure = lambda failure: observer.on_warning(str(failure))
+
+    def on_failure(failure: Failure) -> None:
+        observer.on_warning(str(failure))
+        one.monitor.on_failures()
+
+    pipeline.on_failure = on_failure
     pipeline.on_replay = one.add_again
     return pipeline, one
 

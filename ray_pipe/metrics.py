@@ -139,13 +139,17 @@ class ArmMeter:
             for row in (*rows, *overtime):
                 self._sink.write(row)
 
-    def count_again(self, records: Sequence[StepRecord]) -> None:
-        """Count the bytes of a step that a failure made run again; its row stays as it was."""
+    def count_again(self, records: Sequence[StepRecord]) -> Sent:
+        """Count the bytes of a step that a failure made run again; its row stays as it was.
+
+        Returns what was added to the arm's own bytes: nothing for a step in overtime.
+        """
         step = records[0].step
         is_overtime = any(row.step == step for row in self.overtime)
         ledger = self._overtime_ledger if is_overtime else self.ledger
         ledger.rewind(step)
-        ledger.add(records)
+        sent = ledger.add(records)
+        return {} if is_overtime else sent
 
     def skip(self, records: Sequence[StepRecord]) -> None:
         """Leave a stretch that was no training (an evaluation) out of all times."""

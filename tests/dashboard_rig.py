@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,12 +22,16 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "first-look"
-STATUS = re.compile(r"(fp32|acsgd) \d+/24, loss \d\.\d{4}, [\d.]+k? tokens/s, arm [12] of 2")
+STEPS = 32
+STATUS = re.compile(
+    rf"(fp32|acsgd) \d+/{STEPS}, loss \d\.\d{{4}}, [\d.]+k? tokens/s, arm [12] of 2"
+)
 SETTINGS = {
     "model.name": "gpt-nano",
     "data.num_samples": "24",
@@ -35,7 +40,7 @@ SETTINGS = {
     "pipeline.micro_batch_size": "2",
     "network.bandwidth": "50Mbps",
     "network.latency": "60ms",  # steps that last a while and need little work
-    "steps": "24",
+    "steps": str(STEPS),
     "eval": "true",
     "compare": "fp32,acsgd",
 }
@@ -94,7 +99,7 @@ def get_json(url: str) -> Any:
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)
-    except OSError:
+    except (OSError, HTTPException):
         return None
 
 
@@ -142,9 +147,16 @@ def head_node(folder: Path, ports: Sequence[int]) -> Iterator[Head]:
         ]
         env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         env |= {**ENVIRONMENT, "RAY_metrics_report_interval_ms": "1000"}  # as above: no waiting
-        with process(command, folder / "ray.log", env):
+        log = folder / "ray.log"
+        with process(command, log, env) as ray_start:
             url = f"http://127.0.0.1:{dashboard}"
-            wait_for("Ray's dashboard", lambda: get_json(f"{url}/api/version"))
+
+            def is_up() -> Any:
+                if ray_start.poll() is not None:
+                    raise RuntimeError(f"ray start ended: {log.read_text()[-2000:]}")
+                return "until terminated" in log.read_text() and get_json(f"{url}/api/version")
+
+            wait_for("Ray's dashboard", is_up)
             yield Head(url=url, ray_dir=Path(short))
 
 
@@ -252,7 +264,10 @@ class Watched:
 
 @contextmanager
 def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watched]:
-    """Train two arms on a cluster, look at the dashboard meanwhile, and scrape to the end."""
+    """Train two arms on a cluster, look at the dashboard meanwhile, and scrape to the end.
+
+    When the pages have been seen, one stage is killed: the job must go on, and count that.
+    """
     binary = find_prometheus(folder)
     pictures = pictures or folder
     with ExitStack() as stack:
@@ -290,7 +305,8 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
         }
         for page, browser in browsers.items():
             seen.pages[page] = browser.communicate(timeout=PATIENCE_S)[0]
-        seen.messages.append(message() or "")
+        seen.messages.append(wait_for("a status message", message))
+        os.kill(stage_pid(head, 1), signal.SIGKILL)
 
         def ended() -> dict[str, Any] | None:
             info = get_json(job)
@@ -304,6 +320,17 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
         wait_for("the last scrape", lambda: len(scraper.ask(last)) == 2, timeout_s=30)
         time.sleep(2.5)  # two more scrapes
         yield seen
+
+
+def stage_pid(head: Head, stage: int) -> int:
+    """The process of a stage, as the dashboard tells it."""
+    actors = get_json(f"{head.url}/logical/actors")["data"]["actors"].values()
+    (pid,) = [
+        actor["pid"]
+        for actor in actors
+        if actor["name"].endswith(f"/stage-{stage}") and actor["state"] == "ALIVE"
+    ]
+    return int(pid)
 
 
 def submit(head: Head, folder: Path) -> str:
@@ -335,7 +362,7 @@ def submit(head: Head, folder: Path) -> str:
             if "agent" in text:  # the node's agent is not up yet
                 return None
             raise RuntimeError(f"the job was refused: {text}") from error
-        except TimeoutError:
+        except (OSError, HTTPException):  # too slow
             return None
 
     return wait_for("submitting the job", ask)

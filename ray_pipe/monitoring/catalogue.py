@@ -110,7 +110,8 @@ METRICS: tuple[Metric, ...] = (
         kind="counter",
         unit="bytes",
         labels=("link", "kind"),
-        help="Bytes that left on a link (0->1), by kind: activation, gradient, control, ...",
+        help="Bytes that left on a link (0->1), by kind: activation, gradient, control, ... "
+        "Those of steps that a failure made run again count again.",
     ),
     Metric(
         name="pipe_fp32_bytes_total",
@@ -197,7 +198,7 @@ METRICS: tuple[Metric, ...] = (
         name="pipe_failures_total",
         kind="counter",
         unit="failures",
-        help="Stages or nodes that failed during the arm.",
+        help="Failures that the arm met: stages that died, hung, waited in vain or raised.",
         rare=True,
     ),
     Metric(

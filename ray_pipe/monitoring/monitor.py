@@ -10,12 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ray_pipe.monitoring.readings import Reading, of_arm_end, of_arm_start, of_step
+from ray_pipe.monitoring.readings import (
+    Reading,
+    of_arm_end,
+    of_arm_start,
+    of_failure,
+    of_replay,
+    of_step,
+)
 from ray_pipe.results_table import show_amount
 
 if TYPE_CHECKING:
     from ray_pipe.arms import ArmSummary
+    from ray_pipe.ledger import Sent
     from ray_pipe.metrics import StepRow
+    from ray_pipe.recovery import Failure
     from stages.record import StepRecord
 
 
@@ -27,10 +36,16 @@ class Monitor:
         *,
         export: Callable[[str, Iterable[Reading]], None] | None = None,
         show: Callable[[str], None] | None = None,
+        failures: Sequence[Failure] = (),
     ) -> None:
-        """`export` takes an arm and its readings, `show` a line; without them nothing is told."""
+        """`export` takes an arm and its readings, `show` a line; without them nothing is told.
+
+        `failures` is the run's own list, which grows.
+        """
         self._export = export or (lambda arm, readings: None)
         self._show = show or (lambda text: None)
+        self._failures = failures
+        self._num_told = 0
         self._arm = ""
         self._place = ""
         self._num_steps = 0
@@ -60,18 +75,16 @@ class Monitor:
         if loss is not None and math.isfinite(loss):
             self._export(self._arm, [Reading("pipe_eval_loss", loss)])
 
-    def on_failure(self) -> None:
-        """A stage or a node failed."""
-        self._export(self._arm, [Reading("pipe_failures_total", 1)])
-        self._show(f"{self._arm}: a stage failed, {self._place}")
+    def on_replay(self, sent: Sent, records: Sequence[StepRecord]) -> None:
+        """A step was run again after a failure; `sent` is what results.json counts of it."""
+        self._export(self._arm, of_replay(sent, records))
 
-    def on_recovery(self, seconds: float) -> None:
-        """Training goes on, `seconds` after the failure was noticed."""
-        readings = [Reading("pipe_recoveries_total", 1)]
-        if seconds > 0:
-            readings.append(Reading("pipe_recovery_seconds_total", seconds))
-        self._export(self._arm, readings)
-        self._show(f"{self._arm}: recovered in {seconds:.1f} s, {self._place}")
+    def on_failures(self) -> None:
+        """There may be failures that have not been told yet."""
+        for failure in self._failures[self._num_told :]:
+            self._num_told += 1
+            self._export(failure.arm or self._arm, of_failure(failure))
+            self._show(f"{failure.arm}: {failure}")
 
     def on_arm_end(self, summary: ArmSummary) -> None:
         """The arm has its final numbers."""
@@ -81,10 +94,17 @@ class Monitor:
 
 
 @contextmanager
-def watch(run: str) -> Iterator[Monitor]:
-    """A monitor that tells Ray, which must be connected; `run` is the run's folder."""
+def watch(run: str, failures: Sequence[Failure] = ()) -> Iterator[Monitor]:
+    """A monitor that tells Ray, which must be connected; `run` is the run's folder.
+
+    The last of `failures`, which ended the run, is told on the way out.
+    """
     from ray_pipe.monitoring.exporter import RayExporter
     from ray_pipe.monitoring.job_view import JobMessage, submission_id
 
     with JobMessage(run, job=submission_id()) as message:
-        yield Monitor(export=RayExporter(run).export, show=message.show)
+        monitor = Monitor(export=RayExporter(run).export, show=message.show, failures=failures)
+        try:
+            yield monitor
+        finally:
+            monitor.on_failures()

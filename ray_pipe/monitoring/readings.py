@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ray_pipe.arms import ArmSummary
+    from ray_pipe.ledger import Sent
     from ray_pipe.metrics import StepRow
+    from ray_pipe.recovery import Failure
     from stages.record import StepRecord
 
 CODEC_WORK = ("encode", "decode")
@@ -56,6 +58,24 @@ def of_arm_end(summary: ArmSummary) -> Iterator[Reading]:
         yield Reading("pipe_prediction_error_ratio", summary.prediction_error)
 
 
+def of_replay(sent: Sent, records: Sequence[StepRecord]) -> Iterator[Reading]:
+    """What a step adds that a failure made run again: its bytes, as results.json counts them."""
+    yield from _of_sent(sent)
+    if sent:
+        for record in records:
+            for link, seen in record.codec.items():
+                nbytes = seen.get("fp32_bytes", 0.0)
+                yield from _above_zero("pipe_fp32_bytes_total", nbytes, link=link)
+
+
+def of_failure(failure: Failure) -> Iterator[Reading]:
+    """A failure, and the recovery if there was one."""
+    yield Reading("pipe_failures_total", 1)
+    if failure.recovery_s is not None:
+        yield Reading("pipe_recoveries_total", 1)
+        yield from _above_zero("pipe_recovery_seconds_total", failure.recovery_s)
+
+
 def _of_row(row: StepRow) -> Iterator[Reading]:
     yield Reading("pipe_steps_total", 1)
     yield from _above_zero("pipe_step_seconds_total", row.step_s)
@@ -68,10 +88,14 @@ def _of_row(row: StepRow) -> Iterator[Reading]:
         yield Reading("pipe_grad_norm", row.grad_norm)
 
 
-def _of_links(row: StepRow) -> Iterator[Reading]:
-    for link, kinds in row.sent.items():
+def _of_sent(sent: Sent) -> Iterator[Reading]:
+    for link, kinds in sent.items():
         for kind, nbytes in kinds.items():
             yield from _above_zero("pipe_link_bytes_total", nbytes, link=link, kind=kind)
+
+
+def _of_links(row: StepRow) -> Iterator[Reading]:
+    yield from _of_sent(row.sent)
     for link, seen in row.codec.items():
         yield from _above_zero("pipe_fp32_bytes_total", seen.get("fp32_bytes", 0.0), link=link)
         yield from _above_zero("pipe_frames_resent_total", seen.get("resent", 0.0), link=link)

@@ -54,8 +54,9 @@ def test_scraped_numbers_are_those_of_results_json(seen: rig.Watched) -> None:
         key = (name,)
         assert own == links
         assert by_kind == arm["bytes_total"]
-        assert exported(seen, "pipe_steps_total")[key] == arm["steps"] == 24
-        assert exported(seen, "pipe_step")[key] == exported(seen, "pipe_planned_steps")[key] == 24
+        assert exported(seen, "pipe_steps_total")[key] == arm["steps"] == rig.STEPS
+        assert exported(seen, "pipe_step")[key] == rig.STEPS
+        assert exported(seen, "pipe_planned_steps")[key] == rig.STEPS
         assert exported(seen, "pipe_tokens_total")[key] == arm["num_tokens"]
         assert exported(seen, "pipe_final_loss")[key] == arm["final_loss"]
         assert exported(seen, "pipe_loss")[key] == arm["losses"][arm["steps"] - 1][2]
@@ -64,6 +65,16 @@ def test_scraped_numbers_are_those_of_results_json(seen: rig.Watched) -> None:
         assert exported(seen, "pipe_prediction_error_ratio")[key] == arm["prediction_error"]
         seconds = exported(seen, "pipe_step_seconds_total")[key]
         assert seconds == pytest.approx(arm["wall_s"], rel=1e-9)
+
+
+def test_the_killed_stage_shows_up_as_a_failure_and_a_recovery(seen: rig.Watched) -> None:
+    (failure,) = seen.results["failures"]
+    key = (failure["arm"],)
+
+    assert failure["stage"] == 1
+    assert exported(seen, "pipe_failures_total") == {key: 1}
+    assert exported(seen, "pipe_recoveries_total") == {key: 1}
+    assert exported(seen, "pipe_recovery_seconds_total") == {key: failure["recovery_s"]}
 
 
 def test_acsgd_compresses_and_fp32_does_not(seen: rig.Watched) -> None:

@@ -12,7 +12,7 @@ from synthetic_records import make_step
 from ray_pipe.arms import summarize
 from ray_pipe.metrics import ArmMeter
 from ray_pipe.monitoring.catalogue import BY_NAME, METRICS, Metric, markdown_table
-from ray_pipe.monitoring.readings import Reading, of_arm_end, of_arm_start, of_step
+from ray_pipe.monitoring.readings import Reading, of_arm_end, of_arm_start, of_replay, of_step
 from stages.record import KINDS, StepRecord
 
 CODEC = {
@@ -107,6 +107,27 @@ def test_events_are_counted() -> None:
     records = [replace(record, events=("one", "two")) for record in records]
 
     assert read(records, meter)["pipe_events_total", ""] == 4
+
+
+def test_a_step_run_again_adds_its_bytes_and_nothing_else() -> None:
+    meter, (records, *_) = steps()
+    meter.add(records)
+    before = meter.ledger.total()
+    sent = meter.count_again(records)
+    readings = list(of_replay(sent, records))
+
+    after = meter.ledger.total()
+    added = sum(value for name, value, _ in readings if name == "pipe_link_bytes_total")
+    assert added == sum(after.values()) - sum(before.values()) > 0
+    assert {name for name, _, _ in readings} == {"pipe_link_bytes_total", "pipe_fp32_bytes_total"}
+
+
+def test_a_step_of_overtime_run_again_adds_nothing() -> None:
+    meter, (records, later, *_) = steps()
+    meter.add(records)
+    meter.add(later, overtime=True)
+
+    assert list(of_replay(meter.count_again(later), later)) == []
 
 
 def test_an_arm_begins_with_its_plan_and_ends_with_its_results() -> None:
