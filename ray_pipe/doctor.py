@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -101,6 +102,7 @@ def parse_flags(words: Sequence[str]) -> argparse.Namespace:
 
     parser = make_parser()
     args, unknown = parser.parse_known_args(words)
+    args.address = args.address or os.environ.get("RAY_ADDRESS") or None  # as ray_pipe.run
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         flag = unknown[0].partition("=")[0]

@@ -19,6 +19,11 @@ from ray_pipe.doctor_reports import Checkup
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 def run(*words: str, checkup: Checkup | None = None) -> tuple[int, str, str, dict[str, Any]]:
     out, err = io.StringIO(), io.StringIO()
     asked: dict[str, Any] = {}
@@ -67,6 +72,15 @@ def test_flags_reach_the_rounds() -> None:
         "limit_nbytes": 20_000_000,
     }
     assert run("--quick")[3]["bandwidth"] is False
+
+
+def test_the_environments_cluster_is_looked_at_without_a_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.10:6379")
+
+    assert run()[3]["address"] == "10.0.0.10:6379"
+    assert run("--address", "h:1")[3]["address"] == "h:1"
 
 
 def test_json_is_alone_on_standard_output() -> None:

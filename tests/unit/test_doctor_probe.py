@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from ray_pipe import __version__, doctor_probe
 from ray_pipe.doctor_probe import Probe, disk, handshakes, software
@@ -165,3 +168,92 @@ def test_the_probe_needs_nothing_but_the_standard_library_to_be_loaded() -> None
     ]
 
     assert set(tops) <= set(sys.stdlib_module_names)
+
+
+# --- rules, and mutants that break them -----------------------------------------------------------
+
+
+def measured_with_stalls(
+    line: Any, monkeypatch: pytest.MonkeyPatch, stalls: tuple[int, ...]
+) -> float:
+    """The rate found on a line of 10 Mbps by a machine that stalls in these transfers."""
+    peer = line(10e6)
+    get, transfers = peer.get, iter(range(1000))
+
+    def get_with_stall(due: Any, timeout: float) -> None:
+        get(due, timeout)
+        peer.now += 0.3 if next(transfers) in stalls else 0.0
+
+    monkeypatch.setattr(ray, "get", get_with_stall)
+    rate: float = Probe().send(peer, 0.0, 2.0, 256 << 20)["bandwidth_bps"]
+    return rate
+
+
+PAIRS = list(itertools.combinations(range(8), 2))
+
+
+def test_a_machine_that_stalls_twice_does_not_make_the_line_look_slow(
+    line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = [measured_with_stalls(line, monkeypatch, pair) for pair in PAIRS]
+
+    assert rates == pytest.approx([10e6] * len(PAIRS), rel=0.02)
+
+
+def test_mutant_a_single_measurement_is_fooled_by_a_stall(
+    line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_probe, "REPEATS", 1)
+
+    rates = [measured_with_stalls(line, monkeypatch, pair) for pair in PAIRS]
+
+    assert min(rates) < 0.9 * 10e6
+
+
+def test_mutant_a_round_trip_that_is_not_taken_off_makes_a_distant_line_look_slow(
+    line: Any,
+) -> None:
+    found = Probe().send(line(100e6, 0.1), 0.0, 2.0, 256 << 20)  # told of no round trip
+
+    assert found["bandwidth_bps"] < 0.9 * 100e6
+
+
+SHIPPED = """
+import importlib.abc, pickle, sys
+import ray
+
+class Bare(importlib.abc.MetaPathFinder):  # a node that has none of our packages
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("ray_pipe", "stages", "compressors", "netsim"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Bare())
+probe = pickle.load(sys.stdin.buffer)()
+found = probe.describe([])
+print(found["software"]["source_error"], found["num_cores"])
+"""
+
+
+def arrive(pickled: bytes) -> subprocess.CompletedProcess[bytes]:
+    """The probe on a node that has Ray and not us."""
+    return subprocess.run(
+        [sys.executable, "-c", SHIPPED], input=pickled, capture_output=True, timeout=60
+    )
+
+
+def test_the_probe_works_on_a_node_that_has_none_of_our_source() -> None:
+    cloudpickle.register_pickle_by_value(doctor_probe)
+    try:
+        result = arrive(cloudpickle.dumps(Probe))
+    finally:
+        cloudpickle.unregister_pickle_by_value(doctor_probe)
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(b"ModuleNotFoundError: No module named ")
+
+
+def test_mutant_a_probe_shipped_by_name_does_not_arrive_there() -> None:
+    result = arrive(cloudpickle.dumps(Probe))
+
+    assert result.returncode != 0
+    assert b"No module named 'ray_pipe'" in result.stderr
