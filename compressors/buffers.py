@@ -329,16 +329,6 @@ def as_bytes(value: Tensor) -> memoryview:
     return to_part(value)
 
 
-def memory_needed(num_samples: int, row_shape: tuple[int, ...], *, rows: str = "bf16") -> int:
-    """Bytes that the rows of one end of one edge take when every sample has been seen.
-
-    The staging overlay comes on top: the rows of one step.
-    """
-    if num_samples < 0:
-        raise ValueError(f"num_samples must not be negative, got {num_samples}")
-    return num_samples * RowFormat(rows).nbytes(row_shape)
-
-
 def _flat(value: Tensor) -> Tensor:
     return value.reshape(-1).view(torch.uint8)
 

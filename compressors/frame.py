@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
 
-from compressors.base import Buffer, Packet, RowMarks
+from compressors.base import Buffer, Packet
 from compressors.frame_fields import (
     MAX_DEPTH,
     MAX_FRAME_NBYTES,
@@ -53,6 +53,7 @@ from compressors.frame_fields import (
 
 __all__ = [
     "KINDS",
+    "RAW",
     "BadChecksum",
     "BadHeader",
     "BadMagic",
@@ -62,7 +63,6 @@ __all__ = [
     "TooLarge",
     "Truncated",
     "UnknownVersion",
-    "estimate_frame_nbytes",
     "frame_nbytes",
     "header_nbytes",
     "pack",
@@ -71,6 +71,9 @@ __all__ = [
 
 Kind = Literal["activation", "gradient", "replica", "embedding", "control"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+RAW = 1
+"""Flag: the tensor is in the packet as it was, whatever the codec of the edge."""
 
 MAGIC = b"RPF"
 VERSION = 1
@@ -95,10 +98,15 @@ class FrameHeader:
     """Counts the frames of one link and direction, so that a gap or a repeat shows."""
 
     generation: int = 0
-    """Of the run: a recovery raises it, and frames of an older one are dropped."""
+    """Of the group of replicas: who leaves or comes raises it, and letters of an older one are
+    dropped. Rows have generations of their own, in the packet."""
 
     attempt: int = 0
+    """At this step, within the pipeline: an abort raises it."""
+
     flags: int = 0
+    """`RAW`, or nothing."""
+
     body: Mapping[str, Any] = field(default_factory=dict)
     """Small values of a control message."""
 
@@ -126,36 +134,6 @@ def frame_nbytes(header: FrameHeader, packet: Packet | None = None) -> int:
 def header_nbytes(header: FrameHeader, packet: Packet | None = None) -> int:
     """What the frame costs on top of the packet's payload."""
     return frame_nbytes(header, packet) - (0 if packet is None else packet.nbytes)
-
-
-def estimate_frame_nbytes(
-    payload_nbytes: int,
-    *,
-    num_samples: int,
-    num_parts: int = 2,
-    remembers: bool = False,
-    num_dims: int = 3,
-) -> int:
-    """Frame size for a payload not made yet, within 64 bytes of the real one.
-
-    `remembers` counts the row marks (ids, visits, generations) of AC-SGD, with ids and visits
-    below 32768, and the second packet header that a wrapping codec brings; a micro-batch in which
-    visits or cold flags differ takes up to two bytes per sample more.
-    """
-    parts = tuple(bytes(_ALIGN) for _ in range(num_parts))
-    shape = (num_samples,) + (256,) * (num_dims - 1)
-    meta = {"bits": 4, "grid": "signed", "group": 32, "dtype": "float32"}
-    packet = Packet(codec="uniform", shape=shape, meta=meta, parts=parts)
-    if remembers:
-        ids = tuple(300 + i for i in range(num_samples))
-        rows = RowMarks(
-            ids=ids, visits=(2,) * num_samples, generations=(0,) * num_samples,
-            cold=(False,) * num_samples,
-        )  # fmt: skip
-        outer = {"namespace": ("activation", "0->1", 0, "0123456789abcdef"), "rows": "bf16"}
-        packet = Packet(codec="delta", shape=shape, meta=outer, inner=(packet,), rows=rows)
-    header = FrameHeader(kind="activation", source=1, target=2, step=300, seq=3000)
-    return header_nbytes(header, packet) + payload_nbytes
 
 
 def unpack(buffer: Any) -> tuple[FrameHeader, Packet | None]:

@@ -31,7 +31,7 @@ from compressors.error_feedback import ErrorFeedback
 from compressors.floating import Bf16, Fp16
 from compressors.identity import Identity
 from compressors.quantize import Reference, Uniform
-from compressors.spill import Spill
+from compressors.spill import DEFAULT_RAM_BYTES, Spill
 from compressors.topk import TopK
 
 Namespace = tuple[str | int, ...]
@@ -68,8 +68,8 @@ class CodecSpec:
     spill_dir: str | None = None
     """Where rows go that memory does not hold; None keeps them in memory."""
 
-    spill_ram_bytes: int = 256 << 20
-    """Rows that stay in memory where there is a `spill_dir`."""
+    spill_ram_bytes: int = DEFAULT_RAM_BYTES
+    """With `spill_dir`: bytes of rows that stay in memory at each end."""
 
     checksum: bool = False
     """Compare a checksum of the new rows at each visit."""
@@ -179,15 +179,6 @@ def split_name(name: str) -> tuple[str, tuple[str, ...]]:
             "already carries what rounding lost before; leave out '+ef'"
         )
     return base, tuple(sorted(suffixes))
-
-
-def is_stateful(name: str) -> bool:
-    """Whether the codec remembers tensors: rows of samples, or residuals.
-
-    A checkpoint saves `state_dict()` of any codec: stochastic rounding counts its draws there.
-    """
-    _, suffixes = split_name(name)
-    return needs_repeat_visits(name) or "ef" in suffixes
 
 
 def needs_repeat_visits(name: str) -> bool:

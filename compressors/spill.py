@@ -28,6 +28,7 @@ from torch import Tensor
 from compressors.spill_file import ChunkFile, Disk, Slot, SpillError
 
 MIB = 1 << 20
+DEFAULT_RAM_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Spill:
     directory: str | Path
     """On a local disk; rows are read and written every step."""
 
-    ram_bytes: int = 256 * MIB
+    ram_bytes: int = DEFAULT_RAM_BYTES
     """Rows kept in memory; the least recently written go to the file first."""
 
     chunk_bytes: int = 64 * MIB

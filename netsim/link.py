@@ -84,12 +84,10 @@ class Link:
         self.deliver = deliver
         self.name = name
         self.sent: dict[str, int] = Counter()
-        """Bytes by kind, each frame once, when it is sent."""
+        """Bytes by kind, each frame once, when it is sent; what loss made it carry again is not
+        counted, and shows in `busy_until`."""
 
         self.messages: dict[str, int] = Counter()
-        self.resent_nbytes = 0
-        """Bytes that loss made the link carry again; not part of `sent`."""
-
         self.busy_until = 0.0
         """When the last frame booked so far has left."""
 
@@ -176,7 +174,6 @@ class Link:
             depart = self._own.book(start, nbytes, control=control)
             start = depart - 8 * nbytes / self._own.rate_bps
             self._release_at = max(self._release_at, now) + 8 * nbytes / self._own.rate_bps
-        self.resent_nbytes += resent
         self.busy_until = max(self.busy_until, depart)
         flight = self._control if control else self._bulk
         arrive = flight.add(loop, queued, depart, depart + self.spec.latency_s + late_s)

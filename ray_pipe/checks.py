@@ -7,6 +7,7 @@ the user should know something. Free of torch, so that a bad flag is refused at 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,9 @@ from ray_pipe.errors import ConfigError
 if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
 
+WORTHWHILE_HITS = 0.5
+"""Below this share of visits that find their row, a memory cap is warned of."""
+
 ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
@@ -31,6 +35,11 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     check_folder(config.out, flag="--out")
     if config.codec.spill_dir is not None and _remembers(config):
         check_folder(config.codec.spill_dir, flag="--set codec.spill_dir")
+    if config.codec.spill_dir is None and config.codec.spill_ram != type(config.codec)().spill_ram:
+        raise ConfigError(
+            "codec.spill_ram is set, but nothing is spilled; name a folder with "
+            "codec.spill_dir, or use codec.memory_cap to remember less."
+        )
     return [*check_quality(config), *_single_pass(config)]
 
 
@@ -224,16 +233,60 @@ def memory_need(config: RunConfig, num_samples: int, *, row_elements: int | None
     """Bytes that all ends of all links remember together: 2 (K-1) N S H bytes, capped."""
     if not _remembers(config):
         return 0
+    per_end = num_samples * _row_nbytes(config, row_elements)
+    if config.codec.memory_cap is not None:
+        per_end = min(per_end, config.codec.memory_cap)
+    return 2 * (config.pipeline.stages - 1) * per_end
+
+
+def _row_nbytes(config: RunConfig, row_elements: int | None) -> int:
+    """Of one sample at one end of one link."""
     size = config.model.size
     elements = size.context * size.width if row_elements is None else row_elements
     bits = ROW_BITS[config.codec.rows]
     row = -(-elements * bits // 8)
     if bits < 16:
         row += 2 * size.width  # a bf16 scale for each sample and channel
-    per_end = num_samples * row
-    if config.codec.memory_cap is not None:
-        per_end = min(per_end, config.codec.memory_cap)
-    return 2 * (config.pipeline.stages - 1) * per_end
+    return row
+
+
+def expected_hits(share: float) -> float:
+    """Share of visits that find their row where memory holds this share of all rows.
+
+    A visit is found if fewer samples than memory holds came since the sample's last one. With a
+    new shuffle in each epoch, u and v the places of the two visits in theirs, these are 1 - u(1-v)
+    of all, and P(u(1-v) > a) = 1 - a + a ln a with a = 1 - share.
+    """
+    lost = 1.0 - share
+    if lost <= 0.0:
+        return 1.0
+    return 0.0 if share <= 0.0 else max(0.0, share + lost * math.log(lost))
+
+
+def check_memory_cap(
+    config: RunConfig, num_samples: int, *, row_elements: int | None = None
+) -> list[str]:
+    """Rows that are pushed out before their sample comes again gain nothing."""
+    from netsim.units import show_size
+
+    cap = config.codec.memory_cap
+    if cap is None or not _remembers(config):
+        return []
+    row = _row_nbytes(config, row_elements)
+    fits = cap // row
+    hits = expected_hits(fits / num_samples)
+    if hits >= WORTHWHILE_HITS:
+        return []
+    step = config.pipeline.samples_per_step
+    less = "not even those of one step" if fits < min(step, num_samples) else "the last ones"
+    return [
+        f"codec.memory_cap={show_size(cap)} holds {fits} of {num_samples} samples "
+        f"({show_size(row, digits=3)} each, one step has {step}): {less}, so that about "
+        f"{100 * hits:.0f} % of the visits find their row and all others are sent as first visits "
+        f"of {config.codec.first_visit_bits} bits; "
+        f"{show_size(num_samples * row, digits=3)} hold all, or keep them on disk with "
+        "codec.spill_dir."
+    ]
 
 
 def check_memory(

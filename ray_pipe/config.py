@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ray_pipe import checks, settings_file
-from ray_pipe.checks import check_corpus, check_memory, check_repeat_visits
+from ray_pipe.checks import check_corpus, check_memory, check_memory_cap, check_repeat_visits
 from ray_pipe.codec_names import canonical_codec
 from ray_pipe.errors import ConfigError
 from ray_pipe.options import check_section, option, plain
@@ -44,6 +44,7 @@ __all__ = [
     "RunConfig",
     "check_corpus",
     "check_memory",
+    "check_memory_cap",
     "check_repeat_visits",
 ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import pydoc_data.topics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,11 +81,20 @@ class TextSamples:
         return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 
 
+DIGEST_ITEMS = 16
+"""Of a user's dataset that its default digest looks at."""
+
+
 class DatasetSamples:
     """A user's map-style `torch.utils.data.Dataset` of (input, target) pairs.
 
     The index is the stable id, so the dataset must give the same item for the same index. Items
     of different length are padded; padded targets carry `stages.loss.IGNORE`.
+
+    Rows that AC-SGD remembers for one dataset must never serve another: `digest` names the content.
+    By default it is a hash of the length and of `DIGEST_ITEMS` items spread evenly from first to
+    last, so that it is cheap and the same in every process; two datasets that differ only between
+    those items need a `digest` of their own.
     """
 
     def __init__(self, dataset: Any, *, digest: str | None = None, may_pad: bool = True) -> None:
@@ -96,7 +105,7 @@ class DatasetSamples:
             )
         self._dataset = dataset
         self._may_pad = may_pad
-        self.digest = digest or f"{type(dataset).__qualname__}-{len(dataset)}"
+        self.digest = digest if digest is not None else self._sampled_digest()
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -115,6 +124,18 @@ class DatasetSamples:
             )
         lengths = tuple(int(item.shape[0]) for item in inputs)
         return Batch(inputs=_stack(inputs, 0), targets=_stack(targets, IGNORE), lengths=lengths)
+
+    def _sampled_digest(self) -> str:
+        length = len(self._dataset)
+        total = hashlib.sha256(f"{type(self._dataset).__qualname__} {length}".encode())
+        last, places = length - 1, min(length, DIGEST_ITEMS) - 1
+        for place in range(places + 1):
+            index = place * last // places if places else 0
+            for part in self._pair(index):
+                tensor = torch.as_tensor(part).detach().cpu().contiguous()
+                total.update(f"{index} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()[:16]
 
     def _pair(self, index: int) -> tuple[Any, Any]:
         item = self._dataset[index]
@@ -189,9 +210,6 @@ class Order:
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.batch_size)
 
-    def epoch_of(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
     def at(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Sample ids of each micro-batch of a step; the last batch of an epoch may be smaller."""
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -203,7 +221,3 @@ class Order:
             tuple(int(sample) for sample in ids[start : start + size])
             for start in range(0, len(ids), size)
         )
-
-    def steps(self, num_steps: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The first `num_steps` batches."""
-        return (self.at(step) for step in range(num_steps))

@@ -25,7 +25,13 @@ from ray_pipe.checkpoint import Saver
 from ray_pipe.checkpoint_files import Checkpoint
 from ray_pipe.checkpointing import RunCheckpoints
 from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
-from ray_pipe.config import RunConfig, check_corpus, check_memory, check_repeat_visits
+from ray_pipe.config import (
+    RunConfig,
+    check_corpus,
+    check_memory,
+    check_memory_cap,
+    check_repeat_visits,
+)
 from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
 from ray_pipe.monitoring.monitor import Monitor, watch
 from ray_pipe.pipeline import Pipeline
@@ -124,6 +130,7 @@ def run(
     observer.on_start(plan)
     observer.on_phase("reading the data")
     work = workload or gpt_workload(config)
+    work.check_ties(config.pipeline.stages)
     check_corpus(config, work.num_train)
     for text in check_repeat_visits(config, work.num_train):
         observer.on_warning(text)
@@ -223,12 +230,16 @@ def prepare(
     for text in pipeline.notes():
         observer.on_warning(text)
     costs, sample_shape = measure_costs(pipeline)
+    row_elements = math.prod(sample_shape) if sample_shape else None
     check_memory(
         arm.config,
         arm.workload.num_train,
         available_bytes(),
-        row_elements=math.prod(sample_shape) if sample_shape else None,
+        row_elements=row_elements,
     )
+    if arm.codec.has_memory:
+        for text in check_memory_cap(arm.config, arm.workload.num_train, row_elements=row_elements):
+            observer.on_warning(text)
     prediction = None
     if pipeline.transport == "push":  # the simulator knows no other
         cores = {info["node"]: info["num_cores"] for info in pipeline.infos}

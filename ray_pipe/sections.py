@@ -147,8 +147,9 @@ class CodecConfig:
     spill_dir: str | None = None
     """Folder for remembered activations on disk instead of in memory."""
 
-    spill_ram: int = option(256 << 20, low=0, unit="size")
-    """Remembered activations that stay in memory at each end where spill_dir is given."""
+    spill_ram: int = option(256 * 2**20, low=0, unit="size")
+    """With spill_dir: memory for the rows written last, at each end of each link; the others are on
+    disk. 0B keeps none in memory."""
 
     density: float = option(0.1, above=0.0, high=1.0)
     """Share of the entries that topk sends."""

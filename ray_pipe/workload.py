@@ -38,6 +38,9 @@ class Workload:
     blocks: tuple[nn.Module, ...] = ()
     """The user's own modules, if the model was given as such and not as a function."""
 
+    tied: tuple[tuple[str, ...], ...] = ()
+    """All names of each parameter that several blocks share, as in `nn.Sequential(*blocks)`."""
+
     num_held_out: int = 0
     """The last samples, kept out of training for `--eval`."""
 
@@ -52,6 +55,23 @@ class Workload:
     def cuts(self, num_stages: int) -> list[range]:
         """The blocks of each stage."""
         return partition(self.costs, num_stages)
+
+    def check_ties(self, num_stages: int) -> None:
+        """Refuse a cut between blocks that share a parameter: each stage would train its own."""
+        cuts = self.cuts(num_stages)
+        for names in self.tied:
+            blocks = [int(name.split(".")[0]) for name in names]
+            homes = [next(i for i, cut in enumerate(cuts) if block in cut) for block in blocks]
+            if len(set(homes)) > 1:
+                where = " and ".join(
+                    f"{name} (stage {home})" for name, home in zip(names, homes, strict=True)
+                )
+                raise ConfigError(
+                    f"blocks {' and '.join(map(str, blocks))} share one parameter, {where}, and a "
+                    "cut lies between them: each stage would train a copy of its own, silently; "
+                    f"untie them (for example blocks[{blocks[-1]}] with a clone of the weight), or "
+                    "use fewer stages, so that they stay together."
+                )
 
     def stage_builders(self, num_stages: int) -> list[Callable[[], nn.Module]]:
         """For each stage, a function that builds its part of the model, and carries no other."""
@@ -128,8 +148,23 @@ def blocks_workload(
         build = partial(_build_part, made)
         own = tuple(made)
     return Workload(
-        costs=costs, build=build, loss=loss, samples=samples, blocks=own, num_held_out=held_out
+        costs=costs,
+        build=build,
+        loss=loss,
+        samples=samples,
+        blocks=own,
+        tied=tied_names(made),
+        num_held_out=held_out,
     )
+
+
+def tied_names(blocks: Sequence[nn.Module]) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters that more than one block holds, one name for each block."""
+    names: dict[int, dict[int, str]] = {}
+    for index, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            names.setdefault(id(parameter), {})[index] = f"{index}.{name}"
+    return tuple(tuple(found.values()) for found in names.values() if len(found) > 1)
 
 
 def fresh_masks(blocks: Sequence[nn.Module]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from compressors.base import Compressor, Packet, ResendsCold, SampleKeys
-from compressors.frame import FrameHeader, Kind, pack, unpack
+from compressors.frame import RAW, FrameHeader, Kind, pack, unpack
 from compressors.identity import Identity
 from compressors.kernels import NonFinite
 from netsim.link import LinkLike
@@ -77,6 +77,8 @@ class Sent:
     micro_batch: int
     tensor: Tensor
     keys: SampleKeys
+    is_raw: bool = False
+    """Whether the codec of the edge was passed by."""
     packet: Packet | None = None
     """What was sent; the tensor is kept for a cold resend."""
     leaves_at: float = 0.0
@@ -156,13 +158,17 @@ class SendingEnd:
 
     def _packet(self, item: Sent) -> Packet:
         if not item.keys.remember:
-            return Identity().encode(item.tensor, keys=item.keys)  # evaluation: raw values
+            return self._raw(item)  # evaluation: raw values
         try:
             return self.codec.encode(item.tensor, keys=item.keys)
         except NonFinite:
             # No grid holds it, and hiding it would be worse: the norm sees it and skips the step.
             self.num_nonfinite += 1
-            return Identity().encode(item.tensor, keys=item.keys)
+            return self._raw(item)
+
+    def _raw(self, item: Sent) -> Packet:
+        item.is_raw = True
+        return Identity().encode(item.tensor, keys=item.keys)
 
     def _encode_again(self, item: Sent) -> tuple[int, Any]:
         """A packet without rows goes as it was, one with rows cold: its rows may be lost."""
@@ -185,6 +191,7 @@ class SendingEnd:
             target=self.edge.target,
             step=item.turn.step,
             micro_batch=item.micro_batch,
+            flags=RAW if item.is_raw else 0,
             seq=seq,
             attempt=item.turn.attempt,
             body=part_of(item.turn) | ({} if lengths is None else {"n": list(lengths)}),

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from compressors.base import Compressor, DuplicatePacket, NeedCold, Packet
-from compressors.frame import FrameError, FrameHeader
+from compressors.frame import RAW, FrameError, FrameHeader
 from compressors.identity import Identity
 from stages.ends import FRAMES, LETTER, Edge, StageTimeout, WireFormat, turn_of
 from stages.lanes import Lane
@@ -141,7 +141,7 @@ class ReceivingEnd:
         """Unpack and decode one frame at once, for the transport that passes refs."""
         header, packet = self._wire.unpack(frame)
         assert packet is not None
-        return self._decode(packet), _lengths(header)
+        return self._decode(header, packet), _lengths(header)
 
     async def _receive(self) -> None:
         while True:
@@ -181,15 +181,15 @@ class ReceivingEnd:
         if turn_of(frame.header) > turn:
             return Arrival(frame, trouble=EARLY)
         try:
-            return Arrival(frame, self._decode(frame.packet))
+            return Arrival(frame, self._decode(frame.header, frame.packet))
         except DuplicatePacket:
             return Arrival(frame, trouble=DUPLICATE)
         except NeedCold as error:
             return Arrival(frame, trouble=str(error))
 
-    def _decode(self, packet: Packet) -> Tensor:
-        raw = packet.codec == Identity.name and not isinstance(self.codec, Identity)
-        codec = Identity() if raw else self.codec  # raw: no grid could hold the values
+    def _decode(self, header: FrameHeader, packet: Packet) -> Tensor:
+        """By the codec of the edge, unless the sender says that it passed it by."""
+        codec = Identity() if header.flags & RAW else self.codec
         return codec.decode(packet)
 
     def _settle(self, arrival: Arrival) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.buffers import Mark, RowStore, memory_needed
+from compressors.buffers import Mark, RowStore
 from compressors.row_format import RowFormat
 
 torch.set_num_threads(1)
@@ -38,7 +38,6 @@ def test_a_row_of_128_positions_and_256_channels_takes(rows: str, expected: int)
 
     assert row is not None
     assert row.nbytes == expected == RowFormat(rows).nbytes((128, 256))
-    assert memory_needed(1000, (128, 256), rows=rows) == 1000 * expected
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -312,8 +311,3 @@ def test_an_uncommitted_step_is_not_saved() -> None:
 def test_rows_of_another_format_are_not_loaded() -> None:
     with pytest.raises(ValueError, match=r"saved rows are bf16, this store keeps fp32; resume"):
         RowStore(row_format=RowFormat("fp32")).load_state_dict(store().state_dict())
-
-
-def test_memory_needed_refuses_a_negative_count() -> None:
-    with pytest.raises(ValueError, match="num_samples must not be negative, got -1"):
-        memory_needed(-1, (2, 4))

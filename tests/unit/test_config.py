@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_pipe
-from ray_pipe.checks import check_folder, memory_need
+from ray_pipe.checks import check_folder, expected_hits, memory_need
 from ray_pipe.codec_names import ALIASES, BACKWARD, SUFFIXES, canonical_codec, has_memory
 from ray_pipe.config import (
     CheckpointConfig,
@@ -32,10 +33,13 @@ from ray_pipe.config import (
     RunConfig,
     check_corpus,
     check_memory,
+    check_memory_cap,
     check_repeat_visits,
 )
+from ray_pipe.data import Order
 from ray_pipe.errors import StageDied
 from ray_pipe.options import option_docs
+from ray_pipe.plans import codec_spec
 from ray_pipe.settings_file import read_settings, show_settings
 
 SECTIONS = (
@@ -212,6 +216,7 @@ OVERRIDES = st.fixed_dictionaries(
         "codec.name": st.sampled_from([*BACKWARD, "acsgd+zstd", "topk+ef+zstd", "none"]),
         "codec.fw_bits": st.integers(2, 8),
         "codec.memory_cap": st.none() | st.integers(1, 2**50).map(lambda n: f"{n}B"),
+        "codec.spill_ram": st.integers(0, 2**50).map(lambda n: f"{n}B"),
         "codec.density": st.floats(1e-6, 1.0),
         "codec.rows": st.sampled_from(["bf16", "fp32", "int8", "int4", "int2"]),
         "network.bandwidth_bps": st.floats(1.0, 1e12) | st.just("unlimited"),
@@ -512,6 +517,52 @@ def test_the_memory_cap_that_the_message_names_is_enough() -> None:
     config = RunConfig().with_overrides(["codec.memory_cap=666MB"])
 
     check_memory(config, 1_000_000, 8_000_000_000)
+
+
+def test_a_memory_cap_that_holds_too_little_is_warned_of_with_numbers() -> None:
+    def warnings(cap: str, **more: Any) -> list[str]:
+        return check_memory_cap(RunConfig(**more).with_overrides([f"codec.memory_cap={cap}"]), 640)
+
+    assert warnings("1MB") == [
+        "codec.memory_cap=1MB holds 30 of 640 samples (32.8kB each, one step has 64): not even "
+        "those of one step, so that about 0 % of the visits find their row and all others are sent "
+        "as first visits of 8 bits; 21MB hold all, or keep them on disk with codec.spill_dir."
+    ]
+    assert "holds 320 of 640 samples" in warnings("10500kB")[0]
+    assert "the last ones, so that about 15 % of the visits" in warnings("10500kB")[0]
+    assert warnings("20MB") == []
+    assert warnings("1MB", compare=("fp32", "directq")) == []
+    assert check_memory_cap(RunConfig(), 640) == []
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95, 1.0])
+def test_expected_hits_are_those_of_least_recently_used_rows_under_shuffles(share: float) -> None:
+    order = Order(num_samples=400, micro_batches=1, micro_batch_size=1, seed=0)
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for step in range(12 * 400):
+        ((sample,),) = order.at(step)
+        hits += step >= 400 and sample in held
+        held.pop(sample, None)
+        held[sample] = None
+        if len(held) > share * 400:
+            held.popitem(last=False)
+
+    assert hits / (11 * 400) == pytest.approx(expected_hits(share), abs=0.02)
+
+
+def test_spill_ram_is_settable_and_useless_without_a_folder(tmp_path: Path) -> None:
+    config = RunConfig().with_overrides(["codec.spill_ram=64MiB", f"codec.spill_dir={tmp_path}"])
+
+    config.validate()
+    assert config.codec.spill_ram == 64 * 2**20
+    spec = codec_spec(config.codec, "acsgd", 4, 0)
+    assert (spec.spill_dir, spec.spill_ram_bytes) == (str(tmp_path), 64 * 2**20)
+    assert RunConfig().with_overrides(["codec.spill_ram=0B"]).codec.spill_ram == 0
+    with pytest.raises(ConfigError, match=r"codec\.spill_ram is set, but nothing is spilled; name"):
+        RunConfig().with_overrides(["codec.spill_ram=64MiB"]).validate()
+    with pytest.raises(ConfigError, match=r"codec\.spill_ram"):
+        RunConfig().with_overrides(["codec.spill_ram=lots"])
 
 
 def test_spilled_rows_need_disk_instead_of_memory(tmp_path: Path) -> None:

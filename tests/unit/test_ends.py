@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressors.base import CodecError, Packet, SampleKeys
 from compressors.delta_send import Sending
-from compressors.frame import FrameHeader, pack
+from compressors.frame import RAW, FrameHeader, pack
 from compressors.identity import Identity
 from compressors.registry import CodecSpec, make_codec
 from netsim.clock import run_virtual
@@ -440,6 +440,38 @@ def test_a_codec_that_cannot_decode_fails_whoever_waits_and_whoever_comes() -> N
             with pytest.raises(CodecError, match="other namespace"):
                 await end.take(TURN, index, deadline_s=60)
         assert asyncio.get_running_loop().time() == 1
+
+    run_virtual(main())
+
+
+class Counted(Identity):
+    """A codec of the user's own around the identity."""
+
+    num_decoded = 0
+
+    def decode(self, packet: Packet) -> Tensor:
+        self.num_decoded += 1
+        return super().decode(packet)
+
+
+def test_a_codec_around_the_identity_decodes_its_own_packets_and_raw_ones_pass_it_by() -> None:
+    x = torch.randn(2, 4)
+    packet = Identity().encode(x, keys=SampleKeys(ids=(0, 1)))
+
+    async def main() -> None:
+        wrapped, quantised = Counted(), make_codec(DIRECTQ, namespace=("edge",))
+        end = receiver(wrapped)[0]
+        head = FrameHeader(kind="activation", source=0, target=1, step=0)
+
+        assert torch.equal(end.decode(pack(head, packet))[0], x)
+        assert wrapped.num_decoded == 1
+        assert torch.equal(end.decode(pack(replace(head, flags=RAW), packet))[0], x)
+        assert wrapped.num_decoded == 1
+
+        end = receiver(quantised)[0]
+        assert torch.equal(end.decode(pack(replace(head, flags=RAW), packet))[0], x)
+        with pytest.raises(CodecError):  # nobody said that it is raw
+            end.decode(pack(head, packet))
 
     run_virtual(main())
 

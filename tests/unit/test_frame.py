@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import tracemalloc
 import zlib
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -25,7 +24,6 @@ from compressors.frame import (
     TooLarge,
     Truncated,
     UnknownVersion,
-    estimate_frame_nbytes,
     frame_nbytes,
     header_nbytes,
     pack,
@@ -175,22 +173,6 @@ def test_the_words_of_the_format_keep_their_numbers() -> None:
 def test_frame_nbytes_is_the_packed_length() -> None:
     for packet in (None, delta_packet(), Packet(codec="fp32", shape=(1,), parts=(b"abcd",))):
         assert frame_nbytes(HEADER, packet) == len(pack(HEADER, packet))
-
-
-@pytest.mark.parametrize("num", [1, 8, 64])
-@pytest.mark.parametrize("step", [0, 100, 10_000])
-def test_the_estimate_without_a_packet_is_within_64_bytes(num: int, step: int) -> None:
-    header = FrameHeader(kind="gradient", source=1, target=0, step=step, seq=8 * step)
-    plain = delta_packet(num).inner[0]
-
-    estimate = estimate_frame_nbytes(plain.nbytes, num_samples=num)
-    assert abs(estimate - frame_nbytes(header, plain)) <= 64
-    estimate = estimate_frame_nbytes(plain.nbytes, num_samples=num, remembers=True)
-    mixed = delta_packet(num)  # visits and cold flags that differ cost a byte each
-    assert abs(estimate - frame_nbytes(header, mixed)) <= 64 + 2 * num
-    assert mixed.rows is not None
-    even = replace(mixed.rows, visits=(2,) * num, cold=(False,) * num)
-    assert abs(estimate - frame_nbytes(header, replace(mixed, rows=even))) <= 64
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from ray_pipe.config import RunConfig
 from ray_pipe.data import DatasetSamples, TextSamples
 from ray_pipe.errors import ConfigError, DataError
-from ray_pipe.workload import blocks_workload, fresh_masks, gpt_workload
+from ray_pipe.workload import blocks_workload, fresh_masks, gpt_workload, tied_names
 from stages.loss import cross_entropy, from_mean
 
 SAMPLES = TextSamples(b"a corpus of some bytes" * 40, context=8)
@@ -59,6 +61,47 @@ def test_a_function_makes_the_same_weights_in_every_stage() -> None:
 def test_what_is_no_sequence_of_modules_is_refused(blocks, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         blocks_workload(blocks, loss=cross_entropy, samples=SAMPLES, seed=0)
+
+
+def tied_layers() -> list[nn.Module]:
+    embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    return [embedding, nn.Linear(4, 4), nn.Linear(4, 4), head]
+
+
+@pytest.mark.parametrize("blocks", [tied_layers, tied_layers()], ids=["function", "list"])
+def test_a_cut_between_tied_weights_is_refused_by_name_with_the_way_out(blocks) -> None:
+    work = blocks_workload(blocks, loss=cross_entropy, samples=SAMPLES, seed=0)
+
+    work.check_ties(1)
+    with pytest.raises(ConfigError) as caught:
+        work.check_ties(2)
+    assert str(caught.value) == (
+        "blocks 0 and 3 share one parameter, 0.weight (stage 0) and 3.weight (stage 1), and a cut "
+        "lies between them: each stage would train a copy of its own, silently; untie them (for "
+        "example blocks[3] with a clone of the weight), or use fewer stages, so that they stay "
+        "together."
+    )
+
+
+def test_a_block_used_twice_is_tied_and_untied_blocks_are_not() -> None:
+    twice = nn.Linear(4, 4)
+
+    assert tied_names([twice, nn.ReLU(), twice]) == (
+        ("0.weight", "2.weight"),
+        ("0.bias", "2.bias"),
+    )
+    assert tied_names(layers()) == ()
+
+
+def test_weights_tied_within_one_stage_train_as_one() -> None:
+    work = blocks_workload(tied_layers(), loss=cross_entropy, samples=SAMPLES, seed=0)
+
+    (build,) = work.stage_builders(1)
+    stage = pickle.loads(pickle.dumps(build))()
+
+    assert stage[0].weight is stage[3].weight
+    assert len(list(stage.parameters())) == 5
 
 
 def test_dropout_that_draws_fresh_masks_is_found() -> None:
