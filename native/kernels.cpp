@@ -419,14 +419,52 @@ uint32_t encode_row_32(const Grid grid, size_t channels, const float* h, const R
   return worst;
 }
 
+// Groups of several whole blocks, as rows of low bits have: a scale for all positions of a channel.
 template <int BITS, class Row>
-void decode_row_32(const Grid grid, size_t channels, const uint8_t* codes, const uint16_t* scales,
-                   const Row* row, float* out, Row* new_row) {
+uint32_t encode_row_wide(const Grid grid, size_t channels, size_t group, const float* h,
+                         const Row* row, uint8_t* codes, uint16_t* scales, Row* new_row,
+                         Squares* total) {
+  Squares squares;
+  uint32_t worst = 0;
+  const size_t blocks = channels / kBlock, per_group = group / kBlock;
+  const auto at = [](auto* base, size_t b) { return block_at(base, static_cast<int>(b)); };
+  for (size_t first = 0; first < blocks; first += per_group) {
+    const size_t end = first + per_group < blocks ? first + per_group : blocks;
+    uint32_t extreme = 0;
+    bool minus = false;
+    for (size_t b = first; b < end; ++b) {
+      const Block delta = subtract(read(h + b * kBlock), at(row, b));
+      int32_t positive, negative;
+      find_extremes(delta, &positive, &negative);
+      const auto most = static_cast<uint32_t>(positive > negative ? positive : negative);
+      if (most > extreme) {  // the first of equal extremes gives the sign
+        extreme = most;
+        minus = positive == negative ? negative_first(delta, most) : negative > positive;
+      }
+    }
+    worst = worst > extreme ? worst : extreme;
+    const uint16_t rounded = *scales++ = grid.scale(extreme, minus);
+    const float scale = widen_scale(rounded), reciprocal = rounded == 0 ? 0.0f : 1.0f / scale;
+    const auto encode = [&]<bool USUAL>() {
+      for (size_t b = first; b < end; ++b)
+        encode_block<BITS, USUAL>(grid, h + b * kBlock, at(row, b), scale, reciprocal, kBlock,
+                                  codes + b * 4 * BITS, at(new_row, b), squares);
+    };
+    if (kFused && is_usual(rounded)) encode.template operator()<true>();
+    else encode.template operator()<false>();
+  }
+  *total = squares;
+  return worst;
+}
+
+template <int BITS, class Row>
+void decode_row_32(const Grid grid, size_t channels, size_t per_group, const uint8_t* codes,
+                   const uint16_t* scales, const Row* row, float* out, Row* new_row) {
   const size_t whole = channels / kBlock;
   for (size_t done = 0; done < whole; done += kScales) {
     const size_t blocks = whole - done < kScales ? whole - done : kScales;
     alignas(64) float wide[kScales];  // so that a scale is spread over a vector as it is loaded
-    for (size_t b = 0; b < blocks; ++b) wide[b] = widen_scale(scales[done + b]);
+    for (size_t b = 0; b < blocks; ++b) wide[b] = widen_scale(scales[(done + b) / per_group]);
     for (size_t b = 0; b < blocks; ++b) {
       const size_t at = (done + b) * kBlock;
       decode_block<BITS, Row>(grid, codes + (done + b) * 4 * BITS, wide[b],
@@ -446,6 +484,11 @@ void decode_row_32(const Grid grid, size_t channels, const uint8_t* codes, const
     std::memcpy(out + c, values, count * sizeof(float));
     if constexpr (kHasRow<Row>) std::memcpy(new_row + c, next, count * sizeof(Row));
   }
+}
+
+// Whether groups are several whole blocks, and so are rows.
+inline bool is_wide(const Layout& layout) {
+  return layout.group > kBlock && layout.group % kBlock == 0 && layout.channels % kBlock == 0;
 }
 
 // Rows that are whole blocks lie back to back in every buffer: they are worked on as rows of a
@@ -473,8 +516,11 @@ size_t encode(const Layout& layout, const float* h, const Row* row, uint8_t* cod
     const Layout part = {1, span.next(), layout.bits, layout.group, layout.symmetric};
     Squares squares;
     uint32_t worst;
-    const bool fused = layout.group == kBlock;
-    if (fused)
+    const bool fused = layout.group == kBlock || is_wide(layout);
+    if (is_wide(layout))
+      worst = encode_row_wide<BITS, Row>(grid, part.channels, part.group, h, row, codes, scales,
+                                         new_row, &squares);
+    else if (fused)
       worst = encode_row_32<BITS, Row>(grid, part.channels, h, row, codes, scales, new_row, &squares);
     else
       worst = encode_row<Row>(part, grid, h, row, codes, scales, new_row);
@@ -509,8 +555,9 @@ size_t decode(const Layout& layout, const uint8_t* codes, const uint16_t* scales
     uint32_t good = 1;
     for (size_t g = 0; g < part.num_groups(); ++g) good &= is_finite(scales[g]);
     bad += !good;
-    if (layout.group == kBlock)
-      decode_row_32<BITS, Row>(grid, part.channels, codes, scales, row, out, new_row);
+    if (layout.group == kBlock || is_wide(layout))
+      decode_row_32<BITS, Row>(grid, part.channels, layout.group / kBlock, codes, scales, row, out,
+                               new_row);
     else
       decode_row<Row>(part, grid, codes, scales, row, out, new_row);
     if constexpr (kHasRow<Row>) {
