@@ -6,15 +6,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+MINUTES ?= 20
 SOURCES := pyproject.toml constraints.txt $(wildcard native/*)
 
-.PHONY: demo test test-chaos test-cluster quick check fmt bench clean
+.PHONY: demo test test-chaos soak test-cluster quick check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
 	@echo "make test    the whole test suite"
 	@echo "make test-chaos     kill, stop and corrupt: every action of every stage (about 10 minutes)"
+	@echo "make soak           20 minutes of random faults; does anything leak? (MINUTES=n)"
 	@echo "make test-cluster   several hosts with real slow links on this machine (root, 10 minutes)"
 	@echo "make up      your machines as a Ray cluster, as cluster.yaml says; make down ends it"
 	@echo "make quick   unit and contract tests only (under a minute)"
@@ -37,7 +39,11 @@ quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not ray and not cluster and not chaos"
 
 test-chaos: $(READY)
-	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos
+	RAY_PIPE_RECOVERY_RESULTS=benchmarks/results/recovery.json \
+	  $(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos
+
+soak: $(READY)
+	$(BIN)/python tests/chaos/soak.py --minutes $(MINUTES)
 
 test-cluster: $(READY)
 	$(BIN)/python -m pytest -m cluster tests/cluster

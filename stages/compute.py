@@ -65,6 +65,7 @@ class Compute:
         self.optimizer = make_optimizer(optim, self.parameters)
         self._randomness = Randomness(seed, self.device)
         self._state_before: State | None = None
+        self._buffers_before: list[Tensor] = []
         self._in_flight: dict[int, InFlight] = {}
 
     def forward(
@@ -130,6 +131,8 @@ class Compute:
         if self._state_before is not None:
             self._randomness.state = self._state_before
             self._state_before = None
+            for buffer, before in zip(self.module.buffers(), self._buffers_before, strict=True):
+                buffer.copy_(before)
 
     @property
     def random_state(self) -> State:
@@ -163,6 +166,8 @@ class Compute:
                 return run().detach()
         if self._state_before is None:
             self._state_before = state
+            # Those of a batch norm change in the forward pass.
+            self._buffers_before = [buffer.clone() for buffer in self.module.buffers()]
         with torch.set_grad_enabled(not self.recompute), self._randomness.drawing():
             output = run()
         kept = None if self.recompute else output
