@@ -154,16 +154,14 @@ def states_for(arm: Arm, checkpoint: Checkpoint) -> tuple[list[StageState], list
             "weights and optimizer go on exactly"
         )
         if arm.codec.has_memory and (dropped or fresh):
-            text += (
-                f"; what {arm.name} remembered is dropped at the cuts before blocks "
-                f"{_listed(dropped)}, and begins cold at those before blocks {_listed(fresh)}"
-            )
+            parts = [
+                f"{doing} before block {', '.join(map(str, blocks))}"
+                for doing, blocks in (("is dropped", dropped), ("begins cold", fresh))
+                if blocks
+            ]
+            text += f"; what {arm.name} remembers {' and '.join(parts)}"
         notes.append(text)
     return states, notes
-
-
-def _listed(blocks: list[int]) -> str:
-    return ", ".join(map(str, blocks)) or "none"
 
 
 def _checked(checkpoint: Checkpoint, arm: Arm, notes: list[str]) -> Start:
