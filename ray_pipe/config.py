@@ -66,7 +66,7 @@ class RunConfig:
     """Seed of weights, order of samples and rounding."""
 
     address: str | None = None
-    """Address of an existing Ray cluster (auto, HOST:PORT, ray://HOST:PORT); empty: start one."""
+    """Address of an existing Ray cluster (auto or HOST:PORT); empty: start one."""
 
     dashboard: bool = False
     """Start the Ray dashboard, too, and print its address; a Ray of one's own has it anyway."""

@@ -53,7 +53,7 @@ def check_address(address: str, *, label: str | None = None) -> Head | None:
     """Ask the head at `address`; raises `ClusterError` with the reason and the way out.
 
     `label` says where the address was given, for the message. The result is None where there is
-    nobody to ask: a new local Ray, Ray Client, or a Ray whose protocol is not the one we know.
+    nobody to ask: a new local Ray, or a Ray whose protocol is not the one we know.
     """
     label = label or f"--address {address}"
     if address == "local":
@@ -63,10 +63,9 @@ def check_address(address: str, *, label: str | None = None) -> Head | None:
         if given in ("", "auto"):
             return _ask(label, _find_local(label))
         label, address = f"{label} (RAY_ADDRESS={given})", given
-    place = address.removeprefix("ray://")
-    _refuse_malformed(label, address, place)
-    _refuse_silent(label, place)
-    return None if address.startswith("ray://") else _ask(label, place)
+    _refuse_malformed(label, address)
+    _refuse_silent(label, address)
+    return _ask(label, address)
 
 
 def _ask(label: str, place: str) -> Head | None:
@@ -83,17 +82,21 @@ def _ask(label: str, place: str) -> Head | None:
 # --- the address ----------------------------------------------------------------------------------
 
 
-def _refuse_malformed(label: str, address: str, place: str) -> None:
+def _refuse_malformed(label: str, address: str) -> None:
     if address.startswith(("http://", "https://")):
         raise ClusterError(
             f"{label}: this is the dashboard's address, for `ray job submit`; the "
             "cluster's own has no http:// and mostly port 6379, as 10.0.0.10:6379"
         )
-    host, colon, port = place.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if address.startswith("ray://"):
         raise ClusterError(
-            f"{label}: expected HOST:PORT, ray://HOST:PORT or auto, as 10.0.0.10:6379"
+            f"{label}: a pipeline cannot be driven over Ray Client, whose actors lack what "
+            "stages need; run the command on a node, where --address auto does: "
+            "`ray job submit`, `ray submit` or `ray exec` bring it there"
         )
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ClusterError(f"{label}: expected HOST:PORT or auto, as 10.0.0.10:6379")
 
 
 def _refuse_silent(label: str, place: str) -> None:
@@ -180,8 +183,8 @@ def explain(label: str, code: str, *, auth: str) -> str:
     if code == "UNIMPLEMENTED":
         return (
             f"{label}: what answers there is not the head of a Ray cluster (it may be "
-            "another port of one: a node's, or Ray Client's, which is ray://HOST:10001); the "
-            "head's port is what `ray start --head` printed, mostly 6379"
+            "another port of one: a node's, or Ray Client's, 10001); the head's port is what "
+            "`ray start --head` printed, mostly 6379"
         )
     if code == "DEADLINE_EXCEEDED":
         return (

@@ -127,7 +127,7 @@ def test_a_machine_outside_the_cluster_is_told_where_to_run(
     [
         ("UNAUTHENTICATED", "disabled", r"sends none \(RAY_AUTH_MODE is disabled\); copy the head"),
         ("UNAUTHENTICATED", "token", "does not accept this machine's token; copy the head's token"),
-        ("UNIMPLEMENTED", "disabled", "not the head of a Ray cluster.*ray://HOST:10001"),
+        ("UNIMPLEMENTED", "disabled", "not the head of a Ray cluster.*Ray Client's, 10001"),
         ("UNAVAILABLE", "disabled", r"does not speak Ray's protocol.*RAY_USE_TLS is off"),
         ("DEADLINE_EXCEEDED", "disabled", "no Ray answered within 4 s"),
         ("INTERNAL", "disabled", "answered with INTERNAL; `ray status` on its head"),
@@ -208,7 +208,14 @@ def test_a_host_that_does_not_exist_is_named() -> None:
     "address", ["10.0.0.10", "10.0.0.10:", ":6379", "h:port", "h:0", "h:70000"]
 )
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
-    assert "expected HOST:PORT, ray://HOST:PORT or auto, as 10.0.0.10:6379" in refusal(address)
+    assert "expected HOST:PORT or auto, as 10.0.0.10:6379" in refusal(address)
+
+
+def test_ray_client_is_refused_with_what_to_use_instead() -> None:
+    text = refusal("ray://127.0.0.1:10001")
+
+    assert "a pipeline cannot be driven over Ray Client" in text
+    assert "`ray job submit`" in text
 
 
 def test_the_dashboards_address_is_not_the_clusters() -> None:
