@@ -117,10 +117,15 @@ class Fused:
 
     def encode(self, batch: Batch, rows: Sequence[Tensor]) -> Outcome:
         """Code all samples at once; if one would not stay finite, each for itself without it."""
-        if (dense := self._rows(rows, batch.shapes)) is not None:
-            coded = delta_encode_rows(batch.values, dense, **self._grid)
-            if coded is not None:
-                codes, scales, new_rows, sums = coded
+        olds = [self._format.unpack(row, shape) for row, shape in zip(rows, batch.shapes)]
+        coded = delta_encode_rows(batch.values, olds, **self._grid)
+        if coded is not None:
+            codes, scales, news, sums = coded
+            kept = [
+                new if self._format.dtype is not None else self._format.pack(new) for new in news
+            ]
+            new_rows = [row for row in kept if row is not None]
+            if len(new_rows) == len(kept):
                 return Outcome(self._packet(codes, scales, batch.shapes), new_rows, sums, set())
         return self._encode_each(batch, rows)
 
@@ -156,12 +161,6 @@ class Fused:
             parts=(to_part(codes), to_part(scales)),
         )
 
-    def _rows(self, rows: Sequence[Tensor], shapes: list[Shape]) -> list[Tensor] | None:
-        """Rows that the kernels take as they are; None if they are packed."""
-        if self._format.dtype is None:
-            return None
-        return [self._format.unpack(row, shape) for row, shape in zip(rows, shapes)]
-
     def decode(
         self, packet: Packet, rows: Sequence[Tensor], shapes: list[Shape], outs: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -175,10 +174,10 @@ class Fused:
         scales = from_part(
             packet.parts[1], torch.bfloat16, (positions, num_groups), codec=packet.codec
         )
-        if (dense := self._rows(rows, shapes)) is not None:
-            return delta_decode_rows(codes, scales, dense, outs, bits=bits, group=group, grid=grid)
         olds = [self._format.unpack(row, shape) for row, shape in zip(rows, shapes)]
-        delta_decode_rows(codes, scales, olds, outs, bits=bits, group=group, grid=grid)
+        news = delta_decode_rows(codes, scales, olds, outs, bits=bits, group=group, grid=grid)
+        if self._format.dtype is not None:
+            return news
         return [must_pack(self._format, out) for out in outs]
 
 
