@@ -16,6 +16,7 @@ from ray_pipe import report_curves as curves
 from ray_pipe import report_sections as sections
 from ray_pipe.arms import REFERENCE
 from ray_pipe.metrics import StepRow, finite
+from ray_pipe.report_failures import failures_section
 from ray_pipe.report_markup import Markup, data, join, loss, percent, ratio, seconds, tag, three
 from ray_pipe.report_page import page
 from stages.record import StepRecord
@@ -63,6 +64,7 @@ def render_report(
         sections.bytes_section(arms),
         curves.codec_section(arms, rows or {}),
         sections.prediction_section(arms),
+        failures_section(results.get("failures") or []),
         sections.events_section(arms, rows or {}),
         sections.run_section(results),
         tag(

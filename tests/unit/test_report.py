@@ -509,3 +509,23 @@ def test_a_chart_of_nothing_says_so() -> None:
     assert "No values" in line_chart([], chart)
     assert "No values" in line_chart([Line(name="a", color="--x", points=[])], chart)
     assert "<circle" in line_chart([Line(name="a", color="--x", points=[(0.0, 1.0)])], chart)
+
+
+def test_failures_have_a_section_and_a_run_without_any_has_none() -> None:
+    failure = {
+        "kind": "died", "stage": 1, "step": 7, "arm": "acsgd", "cause": "killed <by> a test",
+        "replaced": [1], "resumed_from": 6, "source": "box", "recovery_s": 2.5, "at_s": 1.0,
+        "replayed_steps": 0,
+    }  # fmt: skip
+    ended = failure | {"resumed_from": None, "recovery_s": None, "kind": "hung"}
+
+    text = render_report({"arms": [], "failures": [failure, ended]})
+
+    assert "Failures" in text
+    assert "acsgd, step 7" in text
+    assert "stage 1: process died" in text
+    assert "killed &lt;by&gt; a test" in text
+    assert "step 6 (black box)" in text
+    assert "2.5" in text
+    assert "the run ended" in text
+    assert "Failures" not in render_report({"arms": [], "failures": []})

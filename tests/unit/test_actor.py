@@ -1,0 +1,134 @@
+"""The stage's Ray face as a plain class: which frames it takes, what it can go back to."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from local_pipeline import Bench, acsgd
+
+from stages import actor as actor_module
+from stages.actor import StageActor
+
+
+class Context:
+    def get_node_id(self) -> str:
+        return "here"
+
+
+BENCH = Bench(num_stages=1, activation=acsgd())
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StageActor]:
+    """A stage that is alone in its pipeline, outside Ray."""
+    monkeypatch.setattr(actor_module.ray, "get_runtime_context", Context)
+    monkeypatch.setattr(actor_module.ray, "get_gpu_ids", list)
+    made = StageActor(0)
+    spec = BENCH.specs()[0]
+    made.setup(_with(spec, generation=7, black_box=str(tmp_path), run="r"), BENCH.data())
+    yield made
+    made.close()
+    made._loop.stop()
+
+
+def _with(spec: Any, **changes: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(spec, **changes)
+
+
+def heard(actor: StageActor, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
+    frames: list[tuple[int, Any]] = []
+    monkeypatch.setattr(
+        actor.stage, "on_frame", lambda source, frame: frames.append((source, frame))
+    )
+    return frames
+
+
+def settle(actor: StageActor) -> None:
+    done = functools.partial(time.monotonic)
+    actor._loop.submit(actor_module._on_loop(done)).result(10)
+
+
+def test_frames_of_another_generation_are_dropped(
+    actor: StageActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = heard(actor, monkeypatch)
+
+    for generation in (6, 7, 8):
+        actor.deliver(1, generation, f"of {generation}".encode())
+    settle(actor)
+
+    assert frames == [(1, b"of 7")]
+
+
+def test_frames_that_come_before_the_stage_is_set_up_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actor_module.ray, "get_gpu_ids", list)
+    bare = StageActor(0)
+
+    bare.deliver(1, 7, b"early")
+    bare.abort("nothing runs")
+
+    bare._loop.stop()
+
+
+def test_a_stage_tells_what_it_can_go_back_to_and_goes(actor: StageActor) -> None:
+    losses = [actor.run_step(BENCH.plan(step)).loss for step in range(3)]
+    status = actor.status()
+
+    assert (status.live, status.box) == (2, (1, 2))
+    assert [record.step for record in status.records][-1] == 2
+    actor.restore(1)
+    again = actor.status()
+    assert (again.live, again.box) == (1, (1,))
+    assert actor.run_step(BENCH.plan(2, attempt=1)).loss == losses[2]
+
+
+def test_a_new_process_finds_the_box_of_the_old_one(
+    actor: StageActor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    losses = [actor.run_step(BENCH.plan(step)).loss for step in range(4)]
+    actor.status()  # the box is written
+    keeper = actor.stage.keeper
+    assert keeper is not None
+    keeper._box.close()  # as the kernel does for a process that was killed
+    actor._stage = None
+    reborn = StageActor(0)
+    spec = _with(BENCH.specs()[0], generation=7, black_box=str(tmp_path), run="r")
+
+    reborn.setup(spec, BENCH.data(), "push", True)
+    status = reborn.status()
+    reborn.restore(2)
+
+    assert (status.live, status.box) == (-1, (2, 3))
+    assert reborn.run_step(BENCH.plan(3, attempt=1)).loss == losses[3]
+    reborn.close()
+    reborn._loop.stop()
+
+
+def test_a_folder_that_cannot_be_used_is_told_and_the_stage_works_without_a_box(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(actor_module.ray, "get_runtime_context", Context)
+    monkeypatch.setattr(actor_module.ray, "get_gpu_ids", list)
+    (tmp_path / "file").write_text("no folder")
+    bare = StageActor(0)
+    spec = _with(BENCH.specs()[0], black_box=str(tmp_path / "file"), run="r")
+
+    info = bare.setup(spec, BENCH.data())
+
+    assert info["box_trouble"].startswith("stage 0 has no black box: ")
+    assert bare.run_step(BENCH.plan(0)).loss is not None
+    assert bare.status().box == ()
+    bare.close()
+    bare._loop.stop()
