@@ -22,6 +22,7 @@ from stages.sync.collective import OPS, Collective
 from stages.sync.payload import Coder
 from stages.sync.post import Inbox, Post
 from stages.sync.strategy import State, SyncPlan, SyncResult
+from stages.sync.swap import Swap
 from stages.sync.updates import Updates
 
 T = TypeVar("T")
@@ -50,12 +51,16 @@ class Exchange:
     def __init__(self, post: Post, coder: Coder, *, lane: Lane | None = None) -> None:
         self.post = post
         self.coder = coder
-        self.inbox = Inbox(post, (*OPS, "gift"))
+        self.inbox = Inbox(post, (*OPS, "gift", "met"))
         self._lane: Lane = AtOnce() if lane is None else lane
         self._collective = Collective(
             me=post.replica, inbox=self.inbox, coder=coder, lane=self._lane
         )
         self.updates = Updates(post=post, coder=coder, lane=self._lane)
+        self.swap = Swap(post=post, inbox=self.inbox, coder=coder, lane=self._lane)
+        self.anchor: Any = None
+        """What all replicas started from; lossy codecs code the way from it, which is smaller."""
+
         self._last: tuple[int, Any] = (-1, None)
         post.handlers["give"] = self._give
         post.handlers["again"] = self._again
@@ -64,6 +69,11 @@ class Exchange:
     def last_number(self) -> int:
         """The last reduce that this stage has the result of."""
         return self._last[0]
+
+    def open(self, vector: Any) -> None:
+        """The parameters of this stage that all replicas begin with."""
+        self.anchor = None if self.coder.is_exact else vector
+        self.swap.open(self._from_anchor(vector))
 
     def publish(self, plan: SyncPlan, vector: Any) -> None:
         """Push to the mailboxes of `plan.peers`; never waits. `vector` must not change."""
@@ -85,10 +95,21 @@ class Exchange:
         """End one exchange, running or still to come."""
         self.inbox.cancel((epoch, number))
 
+    def is_over(self, tag: tuple[int, int]) -> bool:
+        """This stage has finished that exchange, or a later one."""
+        return self.inbox.is_over(tag)
+
     def state_dict(self) -> State:
-        return {"coder": self.coder.state_dict(), "updates": self.updates.state_dict()}
+        return {
+            "anchor": self.anchor,
+            "coder": self.coder.state_dict(),
+            "updates": self.updates.state_dict(),
+            "swap": self.swap.state_dict(),
+        }
 
     def load_state_dict(self, state: State) -> None:
+        self.anchor = state["anchor"]
+        self.swap.load_state_dict(state["swap"])
         self.coder.load_state_dict(state["coder"])
         self.updates.load_state_dict(state["updates"])
 
@@ -97,8 +118,11 @@ class Exchange:
         work: dict[str, Callable[[SyncPlan, Any], Coroutine[Any, Any, SyncResult]]] = {
             "reduce": self._collective.reduce,
             "mailbox": self.updates.mix,
+            "swap": self.swap.meet,
             "fetch": self._fetch,
         }
+        if plan.keep or plan.op == "swap":
+            vector = self._from_anchor(vector)
         try:
             result = await work[plan.op](plan, vector)
             if plan.op == "mailbox":
@@ -120,6 +144,12 @@ class Exchange:
             waited_s=waited_s,
         )
 
+    def _from_anchor(self, vector: Any) -> Any:
+        """Deltas do not depend on what is subtracted from everybody."""
+        if self.anchor is None:
+            return vector
+        return self.coder.combine([vector, self.anchor], [1.0, -1.0])
+
     async def _fetch(self, plan: SyncPlan, vector: Any) -> SyncResult:
         (donor,) = plan.peers
         self.post.send(donor, "give", epoch=plan.epoch, number=plan.number)
@@ -139,5 +169,7 @@ class Exchange:
     def _again(self, header: FrameHeader, packet: Packet | None) -> None:
         if header.body["what"] == "gift":  # the question may have been lost, not the answer
             self._give(header, packet)
+        elif header.body["what"] == "met":
+            self.swap.again(header)
         else:
             self.inbox.answer(header, packet)

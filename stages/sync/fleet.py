@@ -21,7 +21,7 @@ from netsim.shaper import Uplink
 from netsim.topology import Topology
 from stages.ends import FRAMES, WireFormat
 from stages.sync.exchange import Exchange
-from stages.sync.payload import Coder, VectorCoder
+from stages.sync.payload import Coder
 from stages.sync.post import GENERATOR, Post
 from stages.sync.replica import Replica, Trainer
 from stages.sync.strategies import Assembly, SyncSpec
@@ -29,6 +29,9 @@ from stages.sync.strategy import MemberEvent
 
 MAX_SEPARATE_LINKS = 4096
 """Above so many pairs equal links of a node share one delay line: same times, less memory."""
+
+LOCKSTEP = ("allreduce", "quantized-adam", "local", "ripples-static")
+"""Strategies in which everybody must change members at the same iteration."""
 
 HEADER_NBYTES = 88
 """Of a frame in a simulation that packs none."""
@@ -156,8 +159,10 @@ class Fleet:
         self._generator_node = num * self.num_stages
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._parts = self.assembly(self.sync, range(num))
+        self._anchors = [shard.parameters() for shard in self.trainers[0].shards]
+        self._joining: dict[int, tuple[int, int, int]] = {}  # newcomer -> donor, k, num_steps
         self.generator = self._parts.generator(self._post(self._generator_node, GENERATOR, 0))
-        self.replicas = {index: self._build(index) for index in range(num)}
+        self.replicas = {i: self._build(i, trainer) for i, trainer in enumerate(self.trainers)}
 
     async def run(self, num_steps: int) -> None:
         """All replicas to iteration `num_steps`; returns when all that live are there."""
@@ -195,6 +200,37 @@ class Fleet:
             self._tasks[index].cancel()
         asyncio.get_running_loop().call_later(self.detect_s, self._announce, "dead", index, 0)
 
+    def join(self, index: int, trainer: Trainer, *, donor: int, num_steps: int) -> None:
+        """A new replica, or a dead one again, takes part as soon as its donor is at a boundary.
+
+        The state itself goes by hand here: moving it is the checkpoint's business. Nobody stops.
+        """
+        alive = [r for r in self.replicas if r not in self.dead and r != index]
+        every = self.replicas[donor].strategy.every
+        k = max(self.replicas[r].k for r in alive) + 2
+        k = k if self.sync.name in LOCKSTEP else self.replicas[donor].k + 1
+        k += -k % every
+        self.trainers = [*self.trainers, trainer]
+        self.dead.discard(index)
+        for key in [key for key in self.links if self._node_of(index, 0) in key]:
+            del self.links[key]
+        replica = self.replicas[index] = self._build(index, trainer)
+        replica.strategy.adopt(self.replicas[donor].strategy.state_dict(), k)
+        self._joining[index] = (donor, k, num_steps)
+        self._announce("joined", index, k)
+        replica.on_member(MemberEvent(kind="joined", replica=index, epoch=self.epoch, since=k))
+
+    def _stepped(self, index: int, k: int) -> None:
+        if self.on_step is not None:
+            self.on_step(index, k)
+        for newcomer, (donor, since, num_steps) in list(self._joining.items()):
+            if index == donor and k >= since:
+                del self._joining[newcomer]
+                own, other = self.replicas[newcomer], self.replicas[donor]
+                own.take_over(other)
+                own.strategy.adopt(other.strategy.state_dict(), k)
+                self._start(newcomer, own.run(num_steps))
+
     def nbytes(self, kind: str = "replica") -> int:
         """What all links have carried of a kind."""
         links: list[LinkLike] = [*self.links.values(), *self._fans.values()]
@@ -212,27 +248,24 @@ class Fleet:
     def _start(self, index: int, run: Any) -> None:
         self._tasks[index] = asyncio.create_task(run, name=f"replica {index}")
 
-    def _build(self, index: int) -> Replica:
+    def _build(self, index: int, trainer: Trainer) -> Replica:
         posts = [
             self._post(index * self.num_stages + stage, index, stage)
             for stage in range(self.num_stages)
         ]
-        make = self.coder_of or (lambda: VectorCoder(self.sync.codec))
+        make = self.coder_of or self._parts.coder
         exchanges = [Exchange(post, make()) for post in posts]
-        trainer = self.trainers[index]
         rules = [self._parts.rule() for _ in posts]
-        for rule, shard in zip(rules, trainer.shards, strict=True):
-            begin = getattr(rule, "begin", None)
-            if begin is not None:
-                begin(shard)
-        return Replica(
+        replica = Replica(
             index=index,
             trainer=trainer,
             strategy=self._parts.strategy(posts[0], exchanges),
             exchanges=exchanges,
             rules=rules,
-            on_step=self.on_step,
+            on_step=self._stepped,
         )
+        replica.open(self._anchors)
+        return replica
 
     def _post(self, node: int, replica: int, stage: int) -> Post:
         post = Post(

@@ -74,14 +74,13 @@ class Hop(Plain):
         graph: Graph,
         options: HopOptions,
         patience: Patience | None = None,
-        start: int = 0,
-        is_new: bool = False,
     ) -> None:
-        """`is_new` is a replica that joins others: its edges count once both ends have spoken."""
+        if post.replica not in graph.nodes:  # it joins others, and will adopt their graph
+            graph = graph.with_node(post.replica)
         self.graph = graph
         self.options = options
         self.epoch = 0
-        self.k = start
+        self.k = 0
         self.max_queue = 0
         """Most updates that ever waited to be mixed."""
 
@@ -91,17 +90,16 @@ class Hop(Plain):
         self._exchanges = exchanges
         self._patience = patience or Patience()
         neighbours = {*graph.into(self._me), *graph.out_of(self._me)}
-        self._entered: dict[int, int] = {} if is_new else dict.fromkeys(neighbours, start)
-        self._first: dict[int, int] = dict.fromkeys(graph.into(self._me), NEVER if is_new else 0)
+        self._entered: dict[int, int] = dict.fromkeys(neighbours, 0)
+        self._first: dict[int, int] = dict.fromkeys(graph.into(self._me), 0)
         self._here: dict[int, dict[int, int]] = {}  # source -> tag -> the source's tag before it
         self._parts: dict[tuple[int, int], int] = {}  # source, tag -> stages that have it
         self._mixed = START
+        self._has_joined = False
         self._changed = asyncio.Event()
         for exchange in exchanges:
             exchange.updates.on_update = self._note
         post.handlers["token"] = self._on_token
-        if is_new:
-            self._grant(start)
 
     # --- the step ------------------------------------------------------------------------------
 
@@ -303,6 +301,21 @@ class Hop(Plain):
 
     def stats(self) -> dict[str, float]:
         return {"jumps": float(self.num_jumps), "max_queue": float(self.max_queue)}
+
+    def adopt(self, state: State, k: int) -> None:
+        """Edges count once their other ends have spoken; until then nobody is waited for."""
+        if self._me not in state["nodes"]:
+            graph = Graph(state["nodes"], [(a, b) for a, b in state["edges"]])
+            self.graph = graph.with_node(self._me)
+        else:
+            self.graph = Graph(state["nodes"], [(a, b) for a, b in state["edges"]])
+        self.epoch = int(state["epoch"])
+        self.k = k
+        if not self._has_joined:
+            self._has_joined = True
+            self._entered = {}
+            self._first = dict.fromkeys(self.graph.into(self._me), NEVER)
+        self._mixed = k - 1
 
     def state_dict(self) -> State:
         return {

@@ -158,6 +158,10 @@ class Inbox:
             if key[1:3] == tag:
                 wait.fail(Interrupted(f"exchange {tag} was cancelled"))
 
+    def is_over(self, tag: tuple[int, int]) -> bool:
+        """The exchange, or a later one, was closed."""
+        return tag <= self._floor
+
     def check(self, tag: tuple[int, int]) -> None:
         """Raise if the exchange will not end any more."""
         if tag[0] < self._min_epoch or tag in self._cancelled:

@@ -63,6 +63,25 @@ class Replica:
         """Contributors of the latest exchange, by stage."""
 
         self._on_step = on_step
+        for exchange in exchanges:
+            exchange.inbox.on_late = strategy.late
+
+    def open(self, anchors: Sequence[Any]) -> None:
+        """Begin with parameters that all replicas know, one vector for each stage."""
+        for exchange, rule, anchor in zip(self.exchanges, self.rules, anchors, strict=True):
+            exchange.open(anchor)
+            rule.open(anchor)
+
+    def take_over(self, other: Replica) -> None:
+        """Become what another replica is at the beginning of its iteration."""
+        self.k = other.k
+        for mine, theirs in zip(self.trainer.shards, other.trainer.shards, strict=True):
+            mine.set_parameters(theirs.parameters())
+        for rule, there in zip(self.rules, other.rules, strict=True):
+            rule.load_state_dict(there.state_dict())
+        for exchange, giver in zip(self.exchanges, other.exchanges, strict=True):
+            exchange.anchor = giver.anchor
+            exchange.swap.open(giver.swap.base)
 
     async def run(self, num_steps: int) -> None:
         """Steps until iteration `num_steps`; may be called again with a higher number."""

@@ -30,6 +30,7 @@ class Rule(Protocol):
     updates: bool
     """The rule makes the update itself; the shard's own optimizer rests."""
 
+    def open(self, anchor: Any) -> None: ...
     def outgoing(self, shard: Shard, k: int) -> Any: ...
     def incoming(self, shard: Shard, k: int, result: SyncResult) -> None: ...
     def state_dict(self) -> State: ...
@@ -40,6 +41,9 @@ class Forgetful:
     """A rule that remembers nothing."""
 
     updates = False
+
+    def open(self, anchor: Any) -> None:
+        """The parameters that all replicas start from."""
 
     def state_dict(self) -> State:
         return {}
@@ -88,9 +92,9 @@ class OuterStep:
         self.anchor: Any = None
         self._velocity: Any = None
 
-    def begin(self, shard: Shard) -> None:
+    def open(self, anchor: Any) -> None:
         """The parameters that all replicas start from."""
-        self.anchor = shard.parameters()
+        self.anchor = anchor
         self._velocity = 0.0 * self.anchor
 
     def outgoing(self, shard: Shard, k: int) -> Any:
@@ -140,6 +144,9 @@ class FrozenAdam:
         self.count = 0
         self._mean: Any = None
         self._variance: Any = None
+
+    def open(self, anchor: Any) -> None:
+        """Momenta start at zero, wherever the parameters do."""
 
     def outgoing(self, shard: Shard, k: int) -> Any:
         gradient = shard.gradients()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
-from compressors.registry import CodecSpec
+from compressors.registry import CodecSpec, split_name
+from stages.sync.ad_psgd import AdPsgd
 from stages.sync.all_reduce import AllReduce
 from stages.sync.exchange import Exchange
+from stages.sync.generator import GroupGenerator
+from stages.sync.generator_desk import GeneratorDesk
 from stages.sync.hop import Hop, HopOptions
+from stages.sync.local import Local, QuantizedAdam
 from stages.sync.mixing import Graph, make_graph
 from stages.sync.patience import Patience
-from stages.sync.payload import FP32
+from stages.sync.payload import FP32, VectorCoder, payload_spec
 from stages.sync.post import Post
-from stages.sync.rules import GradientMean, ParameterMove, Rule
+from stages.sync.ripples import Ripples, StaticRipples
+from stages.sync.rules import FrozenAdam, GradientMean, OuterStep, ParameterMove, Rule
 from stages.sync.strategy import SyncStrategy
 
 
@@ -47,6 +52,36 @@ class SyncSpec:
     skip: int = 0
     """Of Hop: a replica that is behind may skip up to so many iterations."""
 
+    group_size: int = 4
+    """Of Ripples: replicas in a group."""
+
+    slowdown_threshold: int = 4
+    """Of Ripples: who is so many requests behind is not waited for; 0 waits for everybody."""
+
+    isolation_rounds: int = 16
+    """Of Ripples: groups of so many rounds must connect all replicas; 0 does not care."""
+
+    groups: Literal["smart", "ruler", "by-node"] = "smart"
+    """Of Ripples: tickets of the Group Generator, or a schedule without coordinator."""
+
+    local_steps: int = 1
+    """Steps between exchanges, of Ripples, AD-PSGD and local."""
+
+    outer_lr: float = 0.7
+    """Of local: 1, with no momentum, averages parameters (LocalSGD)."""
+
+    outer_momentum: float = 0.9
+    """Of local: Nesterov's, of the outer step."""
+
+    warmup: int = 20
+    """Of quantized-adam: exact steps before the variance is frozen."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """These four of quantized-adam, which has an optimizer of its own."""
+
     deadline_s: float = 60.0
     """How long to wait for a peer before waits have been measured."""
 
@@ -54,6 +89,15 @@ class SyncSpec:
     """A wait may take the median of such waits and this many deviations more."""
 
     seed: int = 0
+
+    @property
+    def payload(self) -> CodecSpec:
+        """The codec of what replicas send; quantized-adam keeps both its errors."""
+        spec = payload_spec(self.codec)
+        base, suffixes = split_name(spec.name)
+        if self.name == "quantized-adam" and base != "fp32" and "ef" not in suffixes:
+            return replace(spec, name="+".join([base, "ef", *suffixes]))
+        return spec
 
     def patience(self) -> Patience:
         """A limit for one kind of wait."""
@@ -80,13 +124,35 @@ class Assembly:
             self._graph = make_graph(self.spec.graph, len(self.members))
         return self._graph
 
+    def coder(self) -> VectorCoder:
+        """What codes the vectors of one stage."""
+        return VectorCoder(self.spec.payload)
+
     def rule(self) -> Rule:
         """The arithmetic of one stage."""
         return RULES[self.spec.name](self.spec)
 
-    def generator(self, post: Post) -> Any:
+    def generator(self, post: Post) -> GeneratorDesk | None:
         """The Group Generator behind its post box; None for strategies that need none."""
-        return None
+        if self.spec.name != "ripples" or self.spec.groups != "smart":
+            return None
+        return GeneratorDesk(post, self.make_generator)
+
+    def make_generator(self, epoch: int) -> GroupGenerator:
+        """A Group Generator that knows the members; after a restart it comes back empty."""
+        spec = self.spec
+        generator = GroupGenerator(
+            group_size=spec.group_size,
+            threshold=spec.slowdown_threshold,
+            isolation_rounds=spec.isolation_rounds,
+            seed=spec.seed,
+            epoch=epoch,
+            patience=spec.patience(),
+        )
+        if epoch == 0:
+            for member in self.members:
+                generator.register(member)
+        return generator
 
 
 def _all_reduce(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
@@ -96,6 +162,49 @@ def _all_reduce(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> S
         members=parts.members,
         route=parts.spec.route,
         patience=parts.spec.patience(),
+    )
+
+
+def _local(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
+    return Local(
+        every=parts.spec.local_steps,
+        post=post,
+        exchanges=exchanges,
+        members=parts.members,
+        route="direct",
+        patience=parts.spec.patience(),
+    )
+
+
+def _quantized_adam(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
+    return QuantizedAdam(
+        warmup=parts.spec.warmup,
+        post=post,
+        exchanges=exchanges,
+        members=parts.members,
+        route="direct",
+        patience=parts.spec.patience(),
+    )
+
+
+def _ad_psgd(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
+    return AdPsgd(
+        post=post,
+        exchanges=exchanges,
+        members=parts.members,
+        every=parts.spec.local_steps,
+        seed=parts.spec.seed,
+        patience=parts.spec.patience(),
+    )
+
+
+def _frozen_adam(spec: SyncSpec) -> Rule:
+    return FrozenAdam(
+        warmup=spec.warmup,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
     )
 
 
@@ -115,14 +224,38 @@ def _hop(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStra
     )
 
 
+def _ripples(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
+    spec = parts.spec
+    if spec.groups == "smart":
+        return Ripples(
+            post=post, exchanges=exchanges, every=spec.local_steps, patience=spec.patience()
+        )
+    return StaticRipples(
+        post=post,
+        exchanges=exchanges,
+        members=parts.members,
+        schedule=spec.groups,
+        every=spec.local_steps,
+        patience=spec.patience(),
+    )
+
+
 STRATEGIES: Final[dict[str, Callable[[Assembly, Post, Sequence[Exchange]], SyncStrategy]]] = {
     "allreduce": _all_reduce,
+    "quantized-adam": _quantized_adam,
+    "ripples": _ripples,
     "hop": _hop,
+    "ad-psgd": _ad_psgd,
+    "local": _local,
 }
 
 RULES: Final[dict[str, Callable[[SyncSpec], Rule]]] = {
     "allreduce": lambda spec: GradientMean(),
+    "quantized-adam": _frozen_adam,
+    "ripples": lambda spec: ParameterMove(),
     "hop": lambda spec: ParameterMove(),
+    "ad-psgd": lambda spec: ParameterMove(),
+    "local": lambda spec: OuterStep(lr=spec.outer_lr, momentum=spec.outer_momentum),
 }
 
 
@@ -136,6 +269,28 @@ def check_spec(spec: SyncSpec, num_replicas: int) -> None:
         )
     if spec.name == "hop":
         _check_hop(spec, num_replicas)
+    if spec.name == "ripples":
+        _check_ripples(spec, num_replicas)
+    if spec.name == "quantized-adam" and spec.warmup < 1:
+        raise SyncSpecError(
+            f"sync.warmup is {spec.warmup}: without a warm-up there is no variance to freeze; "
+            "set 1 or more, about a tenth of the run"
+        )
+    if spec.local_steps < 1:
+        raise SyncSpecError(f"sync.local_steps is {spec.local_steps}, must be 1 or more")
+
+
+def _check_ripples(spec: SyncSpec, num_replicas: int) -> None:
+    if not 2 <= spec.group_size <= max(2, num_replicas):
+        raise SyncSpecError(
+            f"sync.group_size is {spec.group_size}, there are {num_replicas} replicas; set 2 to "
+            f"{max(2, num_replicas)}"
+        )
+    if spec.slowdown_threshold < 0 or spec.isolation_rounds < 0:
+        raise SyncSpecError(
+            "sync.slowdown_threshold and sync.isolation_rounds must be 0 (off) or more, got "
+            f"{spec.slowdown_threshold} and {spec.isolation_rounds}"
+        )
 
 
 def _check_hop(spec: SyncSpec, num_replicas: int) -> None:

@@ -1,0 +1,400 @@
+"""The Group Generator of Ripples: who averages with whom, so that nobody is in two groups at once.
+
+A plain class without tensors and without a clock: it is told the time and returns what to tell
+whom. One place orders all groups, and only replicas without a pending group are put into one, so
+groups are disjoint and nobody waits in a circle.
+
+    Group Buffer      a replica that is in a group already gets that one
+    Group Division    else all idle replicas are divided, not only those who ask
+    slowdown filter   without those who are `threshold` requests behind the one who asks; a slow
+                      one who asks admits everybody, for it is there and nobody waits for it
+    isolation guard   groups of the last rounds must connect all; if not, the next one is a bridge
+    lease             a group that is not complete in time is cancelled, those who came go on
+
+It may be restarted empty: requests register whoever it does not know, and a higher epoch voids
+the tickets of its former life.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stages.sync.patience import Patience
+
+SOLO = -1
+"""Number of the ticket that says: go on alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the generator tells one replica."""
+
+    to: int
+    kind: Literal["ticket", "cancel"]
+    gid: int
+    members: tuple[int, ...] = ()
+    request: int = 0
+    deadline_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Member:
+    counter: int
+    request: int = 0
+    """The latest; earlier ones are repeats that came late."""
+
+    satisfied: int = 0
+    group: int | None = None
+    parked: bool = False
+    """Has asked and is waiting until somebody else is idle."""
+
+
+@dataclass(slots=True)
+class _Group:
+    members: tuple[int, ...]
+    arrived: dict[int, float] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    is_bridge: bool = False
+    """Joins replicas that were apart: a slow one is waited for, there is no lease."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.arrived) == len(self.members)
+
+
+class GroupGenerator:
+    """Decisions are serialised by being calls; every call may be repeated without harm."""
+
+    def __init__(
+        self,
+        *,
+        group_size: int = 4,
+        threshold: int = 4,
+        isolation_rounds: int = 16,
+        seed: int = 0,
+        epoch: int = 0,
+        patience: Patience | None = None,
+    ) -> None:
+        """`threshold` 0 turns the filter off, `isolation_rounds` 0 the guard."""
+        self.epoch = epoch
+        self.group_size = group_size
+        self.threshold = threshold
+        self.isolation_rounds = isolation_rounds
+        self.counts: Counter[str] = Counter()
+        self._random = random.Random(seed * 7919 + epoch)
+        self._patience = patience or Patience()
+        self._members: dict[int, _Member] = {}
+        self._idle: dict[int, None] = {}  # in order of becoming idle
+        self._groups: dict[int, _Group] = {}
+        self._next_gid = 0
+        self._recent: deque[tuple[int, tuple[int, ...]]] = deque()  # round, members
+        self._num_requests = 0
+        self._apart: dict[int, int] = {}  # replica -> its component, while they are apart
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def register(self, replica: int, *, counter: int = 0, number: int = 0) -> None:
+        """A replica exists; it may be put into groups before it asks for one."""
+        if replica not in self._members:
+            self._members[replica] = _Member(counter=counter, request=number, satisfied=number)
+            self._idle[replica] = None
+
+    def request(self, replica: int, *, number: int, counter: int, now: float) -> list[Notice]:
+        """A replica is at its synchronisation point and wants a group.
+
+        `number` rises with each point; asking again with the same number changes nothing.
+        """
+        self.register(replica, counter=counter, number=number - 1)
+        member = self._members[replica]
+        if number < member.request or number <= member.satisfied:
+            return []
+        if number > member.request:
+            member.request = number
+            member.counter += 1
+            self._count_rounds()
+            if member.group is not None and replica in self._groups[member.group].arrived:
+                self._leave_group(replica, member)  # it went on without telling
+        return self._serve(replica, now)
+
+    def done(self, gid: int, replica: int, *, number: int, ok: bool, now: float) -> list[Notice]:
+        """A replica has applied the result of its group; or, not `ok`, will take no part in it."""
+        member, group = self._members.get(replica), self._groups.get(gid)
+        if member is None:
+            return []
+        if ok:
+            member.satisfied = max(member.satisfied, number)
+        if group is None or replica not in group.members or member.group != gid:
+            return []
+        if not ok:
+            member.group = None
+            self._idle[replica] = None
+            return self._cancel(gid, now=now, but=replica)
+        group.done.add(replica)
+        self._release(replica, member)
+        if len(group.done) == len(group.members):
+            self._finish(gid, group)
+        return self._serve_parked(now)
+
+    def lost(self, gid: int, replica: int, *, epoch: int, now: float) -> list[Notice]:
+        """A replica waits in vain in this group: does it exist at all?"""
+        if epoch == self.epoch and gid in self._groups:
+            return self.expire(now)
+        return [Notice(replica, "cancel", gid)]
+
+    def leave(self, replica: int, *, now: float) -> list[Notice]:
+        """A replica has run its last step. Whatever group it came to, it has applied."""
+        member = self._members.get(replica)
+        gid = None if member is None else member.group
+        if member is not None and gid is not None and replica in self._groups[gid].arrived:
+            self._leave_group(replica, member)
+        return self.gone(replica, now=now) + self._serve_parked(now)
+
+    def gone(self, replica: int, *, now: float) -> list[Notice]:
+        """A replica is dead; its group goes on without it."""
+        member = self._members.pop(replica, None)
+        self._idle.pop(replica, None)
+        self._apart.pop(replica, None)
+        if member is None or member.group is None:
+            return []
+        return self._cancel(member.group, now=now, but=replica)
+
+    def expire(self, now: float) -> list[Notice]:
+        """Cancel groups whose lease has run out."""
+        limit_s = self._patience.limit_s
+        late = [
+            gid
+            for gid, group in self._groups.items()
+            if group.arrived
+            and not group.is_complete
+            and not group.is_bridge
+            and now - min(group.arrived.values()) > limit_s
+        ]
+        notices: list[Notice] = []
+        for gid in late:
+            if gid in self._groups:
+                self._patience.gave_up()
+                notices += self._cancel(gid, now=now)
+        return notices
+
+    def stats(self) -> dict[str, float]:
+        return {name: float(count) for name, count in sorted(self.counts.items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters only: groups do not outlive a restart, the higher epoch voids them."""
+        return {
+            "epoch": self.epoch,
+            "counters": {r: m.counter for r, m in self._members.items()},
+            "requests": {r: m.request for r, m in self._members.items()},
+            "random": self._random.getstate(),
+            "patience": self._patience.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = int(state["epoch"]) + 1
+        version, words, gauss = state["random"]
+        self._random.setstate((version, tuple(words), gauss))
+        self._patience.load_state_dict(state["patience"])
+        self._groups = {}
+        self._members = {
+            int(r): _Member(
+                counter=int(counter),
+                request=int(state["requests"][r]),
+                satisfied=int(state["requests"][r]),
+            )
+            for r, counter in state["counters"].items()
+        }
+        self._idle = dict.fromkeys(sorted(self._members))
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def _serve(self, replica: int, now: float) -> list[Notice]:
+        member = self._members[replica]
+        if member.group is None and self._awaits_a_bridge(replica):
+            member.parked = True
+            return []
+        if member.group is None and not self._divide(replica):
+            return self._solo_or_park(replica, member)
+        assert member.group is not None
+        return self._arrive(replica, member.group, now)
+
+    def _arrive(self, replica: int, gid: int, now: float) -> list[Notice]:
+        group, member = self._groups[gid], self._members[replica]
+        member.parked = False
+        if replica not in group.arrived:
+            group.arrived[replica] = now
+            if group.is_complete:
+                self._patience.saw(now - min(group.arrived.values()))
+        return [self._ticket(replica, gid)]
+
+    def _ticket(self, replica: int, gid: int) -> Notice:
+        return Notice(
+            replica,
+            "ticket",
+            gid,
+            members=self._groups[gid].members,
+            request=self._members[replica].request,
+            deadline_s=self._patience.limit_s,
+        )
+
+    def _divide(self, initiator: int) -> bool:
+        """Put all idle replicas into groups; False if the initiator finds nobody."""
+        count = self._members[initiator].counter
+        others = [
+            w
+            for w in self._idle
+            if w != initiator
+            and (not self.threshold or count - self._members[w].counter < self.threshold)
+        ]
+        bridge = self._bridge(initiator)
+        others = [w for w in others if w not in bridge]
+        if not others and not bridge:
+            return False
+        self._random.shuffle(others)
+        first = max(0, self.group_size - 1 - len(bridge))
+        groups = [[initiator, *bridge, *others[:first]]]
+        rest = others[first:]
+        size = self.group_size
+        groups += [rest[start : start + size] for start in range(0, len(rest), size)]
+        if len(groups[-1]) == 1:  # nobody is left alone
+            alone = groups.pop()
+            groups[-1].extend(alone)
+        for members in groups:
+            self._open(members, is_bridge=bool(bridge) and initiator in members)
+        return True
+
+    def _open(self, members: Iterable[int], *, is_bridge: bool = False) -> int:
+        gid, self._next_gid = self._next_gid, self._next_gid + 1
+        group = self._groups[gid] = _Group(tuple(sorted(members)), is_bridge=is_bridge)
+        for replica in group.members:
+            self._members[replica].group = gid
+            self._idle.pop(replica, None)
+        self.counts["groups"] += 1
+        return gid
+
+    def _solo_or_park(self, replica: int, member: _Member) -> list[Notice]:
+        """Alone: wait for somebody who is busy now and not slow; if there is none, go on."""
+        can_wait = any(
+            other is not member
+            and other.group is not None
+            and (not self.threshold or member.counter - other.counter < self.threshold)
+            for other in self._members.values()
+        )
+        if can_wait:
+            member.parked = True
+            self.counts["parked"] += 1
+            return []
+        self.counts["solo"] += 1
+        return [Notice(replica, "ticket", SOLO, members=(replica,), request=member.request)]
+
+    def _serve_parked(self, now: float) -> list[Notice]:
+        notices: list[Notice] = []
+        for replica in [w for w in self._idle if self._members[w].parked]:
+            member = self._members[replica]
+            if member.parked and member.group is not None:
+                notices += self._arrive(replica, member.group, now)
+            elif member.parked and not self._awaits_a_bridge(replica) and self._divide(replica):
+                notices += self._serve(replica, now)
+        return notices
+
+    def _release(self, replica: int, member: _Member) -> None:
+        member.group = None
+        self._idle[replica] = None
+
+    def _leave_group(self, replica: int, member: _Member) -> None:
+        assert member.group is not None
+        group = self._groups[member.group]
+        group.done.add(replica)
+        if len(group.done) == len(group.members):
+            self._finish(member.group, group)
+        self._release(replica, member)
+
+    def _finish(self, gid: int, group: _Group) -> None:
+        del self._groups[gid]
+        if self.isolation_rounds:
+            self._recent.append((self._round, group.members))
+
+    def _cancel(self, gid: int, *, now: float, but: int | None = None) -> list[Notice]:
+        """Void a group. Those who came get a smaller one; the others ask again."""
+        group = self._groups.pop(gid)
+        self.counts["cancelled"] += 1
+        if group.done:
+            self.counts["half_applied"] += 1
+        there = [r for r in group.arrived if r not in group.done and r != but]
+        there = [r for r in there if r in self._members]
+        for replica in group.members:
+            member = self._members.get(replica)
+            if member is not None and member.group == gid:
+                self._release(replica, member)
+        notices = [Notice(replica, "cancel", gid) for replica in there]
+        if len(there) > 1:
+            fresh = self._open(there)
+            for replica in there:
+                notices += self._arrive(replica, fresh, now)
+        elif there:
+            self._members[there[0]].parked = True
+        return notices + self._serve_parked(now)
+
+    # --- isolation guard -------------------------------------------------------------------------
+
+    @property
+    def _round(self) -> int:
+        return self._num_requests // max(1, len(self._members))
+
+    def _count_rounds(self) -> None:
+        """Once a round, see whether the groups of the last rounds connect everybody."""
+        before = self._round
+        self._num_requests += 1
+        if not self.isolation_rounds or self._round == before:
+            return
+        # Half the window is left for the bridge to be built and crossed.
+        oldest = self._round - max(1, self.isolation_rounds // 2)
+        while self._recent and self._recent[0][0] < oldest:
+            self._recent.popleft()
+        if oldest >= 0:
+            parts = components(self._members, (members for _, members in self._recent))
+            self._apart = parts if len(set(parts.values())) > 1 else {}
+
+    def _awaits_a_bridge(self, initiator: int) -> bool:
+        """Everybody whom the initiator is apart from is busy: it waits for one of them."""
+        own = self._apart.get(initiator)
+        if own is None:
+            return False
+        others = [r for r, part in self._apart.items() if part != own and r in self._members]
+        return bool(others) and not any(r in self._idle for r in others)
+
+    def _bridge(self, initiator: int) -> list[int]:
+        """One idle replica of each component that the initiator's is apart from, if any."""
+        if initiator not in self._apart:
+            return []
+        own = self._apart[initiator]
+        found: dict[int, int] = {}
+        for replica in self._idle:
+            part = self._apart.get(replica, own)
+            if part != own:
+                found.setdefault(part, replica)
+        for part in found:
+            for replica in [r for r, p in self._apart.items() if p == part]:
+                self._apart[replica] = own
+        self.counts["bridges"] += bool(found)
+        return list(found.values())
+
+
+def components(replicas: Iterable[int], groups: Iterable[tuple[int, ...]]) -> dict[int, int]:
+    """The smallest replica that each one is connected to, through groups with common members."""
+    parent = {replica: replica for replica in replicas}
+
+    def root(replica: int) -> int:
+        while parent[replica] != replica:
+            parent[replica] = replica = parent[parent[replica]]
+        return replica
+
+    for members in groups:
+        known = [member for member in members if member in parent]
+        for member in known[1:]:
+            low, high = sorted((root(known[0]), root(member)))
+            parent[high] = low
+    return {replica: root(replica) for replica in parent}

@@ -1,0 +1,127 @@
+"""Two replicas meet half way; the one who is asked answers at once, whatever it is computing.
+
+    x_a += (Q_p - Q_a) / 2        x_p += (Q_a - Q_p) / 2
+
+where Q is what the other one reads, so the sum of the two stays what it was under any codec. The
+one who is asked speaks for its parameters of the last flush and what has been agreed on since, and
+adds that at its next flush. An answer is kept: asked again, it is given again and counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from compressors.base import Packet
+from compressors.frame import FrameHeader
+from stages.lanes import Lane
+from stages.sync.payload import Coder
+from stages.sync.post import Inbox, Post
+from stages.sync.strategy import State, SyncPlan, SyncResult
+
+
+class Swap:
+    """The meetings of one stage."""
+
+    def __init__(self, *, post: Post, inbox: Inbox, coder: Coder, lane: Lane) -> None:
+        self._post = post
+        self._inbox = inbox
+        self._coder = coder
+        self._lane = lane
+        self._base: Any = None
+        self._pending: Any = None
+        self._answers: dict[int, tuple[tuple[int, int], Packet]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self.num_answered = 0
+        post.handlers["meet"] = self._on_meet
+
+    def open(self, vector: Any) -> None:
+        """What this stage speaks for before its first flush."""
+        self._base = vector
+
+    @property
+    def base(self) -> Any:
+        """What this stage speaks for, the way from the anchor."""
+        return self._base
+
+    async def meet(self, plan: SyncPlan, vector: Any) -> SyncResult:
+        """At a flush: what others agreed on with us, and, if there is a peer, with that one."""
+        coder, tag = self._coder, (plan.epoch, plan.number)
+        async with self._turn:
+            agreed, self._pending = self._pending, None
+            self._base = vector if agreed is None else coder.combine([vector, agreed], [1.0, 1.0])
+        if not plan.peers:
+            return SyncResult(delta=agreed, contributors=(self._post.replica,))
+        (peer,) = plan.peers
+        packet, own = await self._lane.run(
+            "encode", "swap", -1, coder.encode, f"meet/{peer}", self._base
+        )
+        nbytes = self._inbox.send(peer, "meet", tag, part=0, packet=packet)
+        (answer,) = await self._inbox.collect("met", tag, [(0, peer)], limit_s=plan.deadline_s)
+        other = await self._lane.run("decode", "swap", -1, coder.decode, answer)
+        half = coder.combine([other, own], [0.5, -0.5])
+        self._base = coder.combine([self._base, half], [1.0, 1.0])
+        delta = half if agreed is None else coder.combine([agreed, half], [1.0, 1.0])
+        return SyncResult(
+            delta=delta, contributors=tuple(sorted((self._post.replica, peer))), nbytes=nbytes
+        )
+
+    def again(self, header: FrameHeader) -> None:
+        """The peer lacks our answer; perhaps its question never came."""
+        tag, found = (header.generation, header.step), self._answers.get(header.replica)
+        if found is not None and found[0] == tag:
+            self._answer(header.replica, *found)
+        else:
+            body = {"what": "meet"}
+            self._post.send(header.replica, "again", epoch=tag[0], number=tag[1], body=body)
+
+    def forget(self, replica: int) -> None:
+        """A replica is gone."""
+        self._answers.pop(replica, None)
+
+    def state_dict(self) -> State:
+        return {"pending": self._pending, "base": self._base}
+
+    def load_state_dict(self, state: State) -> None:
+        self._pending = state["pending"]
+        self._base = state["base"]
+
+    def _on_meet(self, header: FrameHeader, packet: Packet | None) -> None:
+        assert packet is not None
+        task = asyncio.create_task(self._take_part(header, packet), name="answer")
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _take_part(self, header: FrameHeader, packet: Packet) -> None:
+        source, tag = header.replica, (header.generation, header.step)
+        async with self._turn:
+            found = self._answers.get(source)
+            if found is not None and tag <= found[0]:
+                if tag == found[0]:
+                    self._answer(source, *found)
+                return
+            answer, half = await self._lane.run(
+                "decode", "swap", -1, self._half_way, source, packet
+            )
+            self._pending = (
+                half
+                if self._pending is None
+                else self._coder.combine([self._pending, half], [1.0, 1.0])
+            )
+            self._answers[source] = (tag, answer)
+            self.num_answered += 1
+            self._answer(source, tag, answer)
+
+    def _half_way(self, source: int, packet: Packet) -> tuple[Packet, Any]:
+        coder = self._coder
+        other = coder.decode(packet)
+        current = self._base
+        if self._pending is not None:
+            current = coder.combine([self._base, self._pending], [1.0, 1.0])
+        answer, own = coder.encode(f"met/{source}", current)
+        coder.commit()
+        return answer, coder.combine([other, own], [0.5, -0.5])
+
+    def _answer(self, target: int, tag: tuple[int, int], packet: Packet) -> None:
+        self._post.send(target, "met", epoch=tag[0], number=tag[1], packet=packet)

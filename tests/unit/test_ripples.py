@@ -1,0 +1,321 @@
+"""Ripples in virtual time: groups never overlap, the mean stays, deaths are survived."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from compressors.registry import CodecSpec
+from netsim.clock import run_virtual
+from stages.sync.fleet import Fleet
+from stages.sync.generator import GroupGenerator, components
+from stages.sync.ripples import Ripples, by_node, ruler
+from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
+from tests.unit.fleets import (
+    disagreement,
+    mean_of,
+    priced,
+    quadratics,
+    run_fleet,
+    shuffled,
+    slow_net,
+    uniform_time,
+)
+
+SMART = SyncSpec(name="ripples")
+PAIRS = SyncSpec(name="ripples", group_size=2)
+RULER = SyncSpec(name="ripples", groups="ruler")
+FOUR_BITS = SyncSpec(name="ripples", codec=CodecSpec(name="directq", bits=4))
+
+
+class Log:
+    """What each replica executed, and when."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        self.overlaps: list[tuple[int, int, int]] = []
+        self.applied: dict[int, list[int]] = {}
+        self.members: dict[int, tuple[int, ...]] = {}
+
+
+def logged(log: Log, make: type[GroupGenerator] = GroupGenerator) -> type[Assembly]:
+    class Logged(Ripples):
+        async def plan(self, k: int) -> Any:
+            plan = await super().plan(k)
+            me = self._post.replica
+            if plan.op == "reduce":
+                log.running[me] = plan.number
+                log.members[plan.number] = plan.peers
+            return plan
+
+        def finished(self, plan: Any, results: Any) -> None:
+            me = self._post.replica
+            log.running.pop(me, None)
+            log.applied.setdefault(plan.number, []).append(me)
+            super().finished(plan, results)
+
+        def _on_ticket(self, header: Any, packet: Any) -> None:
+            me = self._post.replica
+            if log.running.get(me, header.step) != header.step:
+                log.overlaps.append((me, log.running[me], header.step))
+            super()._on_ticket(header, packet)
+
+        def _on_cancel(self, header: Any, packet: Any) -> None:
+            log.running.pop(self._post.replica, None)
+            super()._on_cancel(header, packet)
+
+    class Mine(Assembly):
+        def strategy(self, post: Any, exchanges: Any) -> Any:
+            return Logged(post=post, exchanges=exchanges, patience=self.spec.patience())
+
+        def make_generator(self, epoch: int) -> GroupGenerator:
+            plain = super().make_generator(epoch)
+            plain.__class__ = make
+            return plain
+
+    return Mine
+
+
+def run_logged(make: type[GroupGenerator] = GroupGenerator, *, seed: int = 0) -> Log:
+    log = Log()
+    options = priced(8, uniform_time(8, "2:4x,random:6x@0.1", seed=seed))
+    run_fleet(
+        options.pop("trainers"), PAIRS, 60, topology=slow_net(8, rate_bps=1e6),
+        assembly=logged(log, make), limit_s=20_000, **options,
+    )  # fmt: skip
+    return log
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_is_in_two_groups_and_each_group_is_executed_once_by_its_members(seed: int) -> None:
+    log = run_logged(seed=seed)
+
+    assert log.overlaps == []
+    assert len(log.applied) > 100
+    assert all(sorted(who) == [*log.members[gid]] for gid, who in log.applied.items())
+
+
+class FreesTooEarly(GroupGenerator):
+    """Frees all members when the first has applied."""
+
+    def done(self, gid: int, replica: int, **options: Any) -> Any:
+        group = self._groups.get(gid)
+        for other in group.members if group is not None else ():
+            member = self._members[other]
+            if other != replica and member.group == gid:
+                self._release(other, member)
+        return super().done(gid, replica, **options)
+
+
+def test_mutant_locks_freed_before_all_have_applied_make_groups_overlap() -> None:
+    try:
+        log = run_logged(FreesTooEarly)
+    except Exception:
+        return  # or nobody gets on at all
+    whole = all(sorted(who) == [*log.members[gid]] for gid, who in log.applied.items())
+
+    assert log.overlaps or not whole
+
+
+@pytest.mark.parametrize("sync", [SMART, PAIRS, RULER, FOUR_BITS], ids=["4", "2", "ruler", "4 bit"])
+def test_groups_agree_and_keep_the_mean(sync: SyncSpec) -> None:
+    trainers = quadratics(8, lr=0.0, offset=1.0)
+    before, spread = mean_of(trainers), disagreement(trainers)
+    run_fleet(trainers, sync, 64, topology=slow_net(8))
+
+    torch.testing.assert_close(mean_of(trainers), before, rtol=0, atol=1e-12)
+    assert disagreement(trainers) < 0.2 * spread
+
+
+def drift(codec: CodecSpec, **patches: Any) -> tuple[float, float]:
+    """Section 4.3: unit-size weights, spread 0.01, groups of 4; drift and spread left."""
+    trainers = quadratics(8, lr=0.0, offset=0.01, dim=64)
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(64, generator=generator, dtype=torch.float64)
+    for trainer in trainers:
+        trainer.shards[0].x = trainer.shards[0].x + common
+    before = mean_of(trainers)
+    run_fleet(trainers, SyncSpec(name="ripples", codec=codec), 40, topology=slow_net(8), **patches)
+    return float((mean_of(trainers) - before).norm() / 8 / 0.01), disagreement(trainers) / 8 / 0.01
+
+
+def test_four_bits_do_not_move_the_mean() -> None:
+    moved, left = drift(CodecSpec(name="directq", bits=4))
+
+    assert moved < 1e-6
+    assert left < 0.5
+
+
+def test_mutant_quantised_parameters_written_over_move_the_mean() -> None:
+    from stages.sync.collective import Collective
+
+    original = Collective.reduce
+
+    async def overwrite(self: Collective, plan: Any, vector: Any) -> Any:
+        from dataclasses import replace
+
+        result = await original(self, replace(plan, keep=False), vector)
+        return replace(result, delta=result.value - vector, value=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collective, "reduce", overwrite)
+        moved, _ = drift(CodecSpec(name="directq", bits=4))
+
+    assert moved > 0.01
+
+
+def test_one_group_of_all_is_all_reduce() -> None:
+    ours = quadratics(4, spread=1.0, compute_s=uniform_time(4))
+    run_fleet(ours, SyncSpec(name="ripples", group_size=4, slowdown_threshold=0), 50)
+    theirs = quadratics(4, spread=1.0, compute_s=uniform_time(4))
+    run_fleet(theirs, SyncSpec(name="allreduce"), 50)
+
+    torch.testing.assert_close(ours[0].x, theirs[0].x, rtol=0, atol=1e-6)
+
+
+def test_mutant_averaging_before_the_local_step_is_not_all_reduce() -> None:
+    trainers = quadratics(4, spread=1.0)
+    run_fleet(trainers, SyncSpec(name="hop", graph="complete"), 50)  # mixes before the step
+    theirs = quadratics(4, spread=1.0)
+    run_fleet(theirs, SyncSpec(name="allreduce"), 50)
+
+    assert float((trainers[0].x - theirs[0].x).norm()) > 1e-3
+
+
+def test_the_ruler_meets_everybody_in_time() -> None:
+    sizes = [len(ruler(0, step, 8)) for step in range(8)]
+
+    assert sizes == [1, 2, 1, 4, 1, 2, 1, 8]
+    assert ruler(5, 3, 8) == (4, 5, 6, 7)
+    assert ruler(5, 7, 6) == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("schedule", [ruler, by_node])
+@pytest.mark.parametrize("num", [4, 6, 8, 16])
+def test_static_groups_are_disjoint_and_agreed_on_by_their_members(schedule: Any, num: int) -> None:
+    for step in range(16):
+        groups = [schedule(rank, step, num) for rank in range(num)]
+        assert all(rank in group for rank, group in enumerate(groups))
+        assert all(groups[other] == group for group in groups for other in group)
+
+
+def test_the_published_schedule_for_nodes_of_four() -> None:
+    assert [by_node(rank, 0, 8) for rank in range(4)] == [(0, 4), (1,), (2, 3), (2, 3)]
+    assert by_node(5, 1, 8) == (4, 5, 6, 7)
+    assert [by_node(rank, 2, 8) for rank in range(4)] == [(0, 3), (1, 5), (2,), (0, 3)]
+
+
+def test_shuffled_and_repeated_letters_keep_the_mean_and_the_groups_whole() -> None:
+    trainers = quadratics(6, lr=0.0, offset=1.0)
+    before = mean_of(trainers)
+    log = Log()
+    run_fleet(
+        trainers, PAIRS, 40, topology=slow_net(6), assembly=logged(log),
+        wrap_link=shuffled(share_twice=0.2, by_s=1.0),
+    )  # fmt: skip
+
+    torch.testing.assert_close(mean_of(trainers), before, rtol=0, atol=1e-12)
+    assert all(sorted(who) == [*log.members[gid]] for gid, who in log.applied.items())
+
+
+def progress(sync: SyncSpec, during: Any = None, num: int = 8, until_s: float = 400) -> int:
+    async def main() -> int:
+        fleet = Fleet(
+            sync=sync, topology=slow_net(num, rate_bps=1e6), **priced(num, uniform_time(num))
+        )
+        if during is not None:
+            during(fleet)
+        await fleet.run_for(until_s)
+        return min(r.k for i, r in fleet.replicas.items() if i not in fleet.dead)
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("sync", [SMART, PAIRS, RULER], ids=["4", "2", "ruler"])
+def test_survivors_of_a_death_keep_their_pace(sync: SyncSpec) -> None:
+    def during(fleet: Fleet) -> None:
+        asyncio.get_running_loop().call_later(50, fleet.kill, 3)
+
+    assert progress(sync, during) >= 0.95 * progress(sync)
+
+
+def test_the_generator_may_die_and_come_back() -> None:
+    def during(fleet: Fleet) -> None:
+        loop = asyncio.get_running_loop()
+        assert fleet.generator is not None
+        loop.call_later(50, fleet.generator.close)
+        loop.call_later(80, fleet.generator.reopen)
+
+    assert progress(SyncSpec(name="ripples", deadline_s=6.0), during) >= 0.9 * progress(SMART)
+
+
+def test_after_a_restart_groups_form_again() -> None:
+    trainers = quadratics(6, lr=0.0, offset=1.0)
+    before, spread = mean_of(trainers), disagreement(trainers)
+
+    def during(fleet: Fleet) -> None:
+        assert fleet.generator is not None
+        fleet.generator.close()
+        asyncio.get_running_loop().call_later(20, fleet.generator.reopen)
+
+    fleet = run_fleet(
+        trainers, SyncSpec(name="ripples", deadline_s=3.0), 60, during=during,
+        topology=slow_net(6),
+    )  # fmt: skip
+
+    assert all(r.strategy.epoch == 1 for r in fleet.replicas.values())  # type: ignore[attr-defined]
+    assert sum(r.strategy.num_orphaned for r in fleet.replicas.values()) > 0  # type: ignore[attr-defined]
+    assert disagreement(trainers) < 1e-3 * spread
+    torch.testing.assert_close(mean_of(trainers), before, rtol=0, atol=1e-12)
+
+
+def test_groups_of_the_last_rounds_connect_everybody_with_a_straggler() -> None:
+    seen: list[tuple[int, tuple[int, ...]]] = []
+
+    class Remembers(GroupGenerator):
+        def _finish(self, gid: int, group: Any) -> None:
+            seen.append((self._round, group.members))
+            super()._finish(gid, group)
+
+    class Mine(Assembly):
+        def make_generator(self, epoch: int) -> GroupGenerator:
+            plain = super().make_generator(epoch)
+            plain.__class__ = Remembers
+            return plain
+
+    async def main() -> None:
+        fleet = Fleet(sync=PAIRS, assembly=Mine, **priced(8, uniform_time(8, "2:6x")))
+        await fleet.run_for(150)
+
+    run_virtual(main())
+
+    for start in range(seen[-1][0] - 16):
+        window = [members for rnd, members in seen if start <= rnd < start + 16]
+        assert len({*components(range(8), window).values()}) == 1
+
+
+def test_all_stages_report_the_same_members() -> None:
+    fleet = run_fleet(
+        quadratics(4, num_shards=4, compute_s=uniform_time(4, "1:3x")), PAIRS, 12,
+        topology=slow_net(4, 4),
+    )  # fmt: skip
+
+    assert all(len({*replica.groups}) == 1 for replica in fleet.replicas.values())
+    assert all(len(replica.groups) == 4 for replica in fleet.replicas.values())
+
+
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        (SyncSpec(name="ripples", group_size=9), "group_size is 9, there are 8 replicas"),
+        (SyncSpec(name="ripples", group_size=1), "set 2 to 8"),
+        (SyncSpec(name="ripples", slowdown_threshold=-1), "must be 0 \\(off\\) or more"),
+        (SyncSpec(name="ripples", local_steps=0), "sync.local_steps is 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(sync: SyncSpec, message: str) -> None:
+    with pytest.raises(SyncSpecError, match=message):
+        Assembly(sync, range(8))
