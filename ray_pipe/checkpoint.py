@@ -44,7 +44,7 @@ class Saves(Protocol):
     infos: list[dict[str, Any]]
 
     def see(self, folder: str, name: str, token: bytes) -> bool: ...
-    def start_save(self, key: str, folder: str | None) -> dict[Any, int]: ...
+    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]: ...
     def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None: ...
 
 
@@ -101,7 +101,8 @@ class Saver:
         place = self._store.place(self._arm.name, step + 1)
         aside = place.aside()
         aside.remove()
-        calls = self._pipeline.start_save(uuid.uuid4().hex, str(aside) if self._shared else None)
+        folder = str(aside) if self._shared else None
+        calls = self._pipeline.start_save(uuid.uuid4().hex, step, folder)
         self._pending.append(_Pending(step=step, place=place, aside=aside, calls=calls))
 
     def recorded(self, step: int) -> None:

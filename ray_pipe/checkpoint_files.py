@@ -131,7 +131,14 @@ class Checkpoint:
         from stages.state import StageState
 
         names = [stage_file(index) for index in range(len(self.manifest.cuts))]
-        return [StageState.from_bytes(self.read(name)) for name in names]
+        states = [StageState.from_bytes(self.read(name)) for name in names]
+        for name, state in zip(names, states, strict=True):
+            if state.step != self.step - 1:
+                raise CheckpointError(
+                    f"{self.path}/{name} was saved after {state.step + 1} steps, the checkpoint "
+                    f"after {self.step}."
+                )
+        return states
 
 
 class CheckpointStore:

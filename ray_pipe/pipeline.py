@@ -252,12 +252,12 @@ class Pipeline:
         }
         return all(self.gather(calls, doing="looking for the checkpoints' folder"))
 
-    def start_save(self, key: str, folder: str | None) -> dict[Any, int]:
-        """Have every stage copy its state after the steps sent so far, then write it beside
+    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+        """Have every stage copy its state after `step`, the one sent last, then write it beside
         the next ones; without a folder it sends its bytes."""
         return {
             handle.write_kept.remote(
-                handle.keep_state.remote(key), folder, stage_file(index)
+                handle.keep_state.remote(key, step), folder, stage_file(index)
             ): index
             for index, handle in enumerate(self.handles)
         }

@@ -301,9 +301,15 @@ class StageActor:
         state = self._loop.submit(self.stage.save_state()).result()
         return np.frombuffer(state.to_bytes(), dtype=np.uint8)
 
-    def keep_state(self, key: str) -> str:
-        """Copy the stage between two steps, for `write_kept`; training goes on at once."""
-        self._kept[key] = self._loop.submit(self.stage.save_state()).result()
+    def keep_state(self, key: str, step: int) -> str:
+        """Copy the stage after a step, for `write_kept`; training goes on at once.
+
+        If that step was aborted the state is another one, and is refused.
+        """
+        state = self._loop.submit(self.stage.save_state()).result()
+        if state.step != step:
+            raise RuntimeError(f"it has committed step {state.step}, not {step}")
+        self._kept[key] = state
         return key
 
     def write_kept(self, key: str, folder: str | None, name: str) -> Any:

@@ -73,7 +73,7 @@ class FakePipeline:
     def see(self, folder: str, name: str, token: bytes) -> bool:
         return self.shared and Folder(folder).read(name) == token
 
-    def start_save(self, key: str, folder: str | None) -> dict[Any, int]:
+    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
         results: list[Any] = []
         for index, state in enumerate(self.now):
             try:

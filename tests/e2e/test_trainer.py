@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ray_pipe
 from ray_pipe import CodecConfig, NetworkConfig, PipelineConfig, RunConfig
 from ray_pipe.errors import ConfigError
+from ray_pipe.export import model_state
 
 pytestmark = pytest.mark.ray
 
@@ -77,9 +78,14 @@ def test_ray_train_style_objects_set_stages_name_and_folder(cluster: None, tmp_p
     class Scaling:
         num_workers = 3
 
+    class Saving:
+        num_to_keep = 1
+        checkpoint_frequency = 5
+
     class Run:
         name = "named"
         storage_path = str(tmp_path / "elsewhere")
+        checkpoint_config = Saving()
 
     trainer = ray_pipe.PipelineTrainer(
         blocks(),
@@ -95,6 +101,12 @@ def test_ray_train_style_objects_set_stages_name_and_folder(cluster: None, tmp_p
 
     assert Path(result.path) == tmp_path / "elsewhere" / "named"
     assert result.results["config"]["pipeline"]["stages"] == 3
+    assert result.checkpoint is not None
+    assert result.checkpoint.path.endswith("/named/checkpoints/fp32/checkpoint_000024")
+    assert len(list(Path(result.checkpoint.path).parent.glob("checkpoint_*"))) == 1
+    exported = model_state(result.path)
+    assert exported.keys() == result.model_state.keys()
+    assert all(torch.equal(exported[name], result.model_state[name]) for name in exported)
 
 
 def test_more_stages_than_blocks_are_refused_with_both_numbers(tmp_path: Path) -> None:

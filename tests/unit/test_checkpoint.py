@@ -176,6 +176,20 @@ def test_a_kill_at_any_moment_leaves_the_last_one_to_resume_from(
     assert start.checkpoint.step == 2
 
 
+def test_a_mutant_that_saves_the_state_of_another_step_is_refused(tmp_path: Path) -> None:
+    """As a stage would whose step was aborted before it was told to save."""
+
+    def late(pipeline: FakePipeline, step: int) -> None:
+        if step == 1:
+            pipeline.now[1].notes["step"] = 0
+
+    run = SavedRun(path=tmp_path / "demo", steps=2, at_step=late).train()
+
+    (one,) = run.store.checkpoints("acsgd")
+    with pytest.raises(CheckpointError, match=r"stage_1.* after 1 steps, the checkpoint after 2"):
+        one.states()
+
+
 def test_a_mutant_that_writes_the_manifest_first_is_seen(tmp_path: Path) -> None:
     """Then a checkpoint would count before its files are there."""
     run = SavedRun(path=tmp_path / "demo", steps=2).train()
