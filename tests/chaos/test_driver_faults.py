@@ -1,0 +1,186 @@
+"""The whole command under faults: a stage killed from outside, the driver killed, disks full.
+
+Each case is a process of its own with its own Ray, as a user would start it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+STEPS = 12
+TIMEOUT_S = 420
+TINY = [
+    *("--codec", "acsgd", "--steps", str(STEPS), "--stages", "3", "--bandwidth", "20Mbps"),
+    *("--model", "gpt-nano", "--micro-batches", "3", "--micro-batch-size", "2"),
+    *("--set", "data.num_samples=12", "--set", "model.layers=3", "--set", "model.width=64"),
+    *("--set", "codec.rounding=stochastic"),
+]
+
+
+class Run:
+    """One run of the command, in its own session, found again by a mark in its environment."""
+
+    def __init__(self, out: Path, name: str, *flags: str) -> None:
+        self.mark = f"RAY_PIPE_CHAOS={uuid.uuid4().hex}"
+        key, _, value = self.mark.partition("=")
+        self.path = out / name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ray_pipe.run", *TINY, "--out", str(out), "--name", name,
+             *flags],
+            env=os.environ | {key: value, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
+                              "RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the driver has written the line of a step."""
+        until = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < until and self.process.poll() is None:
+            with suppress(OSError):
+                lines = (self.path / "metrics.jsonl").read_text().splitlines()
+                if any(json.loads(line)["step"] >= step for line in lines if line.endswith("}")):
+                    return
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} never came: {self.output()}")
+
+    def stages(self) -> list[int]:
+        """Process ids of its stages."""
+        return [pid for pid, words in self._processes() if "PipelineStage" in words]
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    if self.mark.encode() in (entry / "environ").read_bytes():
+                        yield int(entry.name), (entry / "cmdline").read_bytes().decode()
+
+    def end(self) -> int:
+        """The exit status; nothing of the run is left afterwards."""
+        try:
+            code = self.process.wait(TIMEOUT_S)
+        finally:
+            for pid, _ in self._processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return code
+
+    def output(self) -> str:
+        self.end()
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+    @property
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.path / "results.json").read_text())
+        return found
+
+    @property
+    def losses(self) -> list[float]:
+        return [loss for _, _, loss in self.results["arms"][0]["losses"]]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run = Run(tmp_path_factory.mktemp("unbroken"), "run")
+    assert run.end() == 0, run.output()
+    assert len(run.losses) == STEPS
+    assert run.results["failures"] == []
+    return run.losses
+
+
+def test_a_stage_killed_from_outside_is_replaced_and_told(
+    unbroken: list[float], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "run")
+    run.wait_for_step(4)
+    os.kill(run.stages()[1], signal.SIGKILL)
+    output = run.output()
+
+    assert run.process.returncode == 0, output
+    assert run.losses == unbroken
+    (failure,) = run.results["failures"]
+    assert failure["kind"] == "died"
+    assert failure["source"] == "box"
+    assert "its process ended unexpectedly" in " ".join(output.split())
+    assert "Failures" in (run.path / "report.html").read_text()
+
+
+def test_a_killed_driver_is_resumed_to_the_same_losses(
+    unbroken: list[float], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "run", "--checkpoint-every", "3")
+    run.wait_for_step(7)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+
+    again = Run(tmp_path, "run", "--checkpoint-every", "3", "--resume", "auto")
+
+    assert again.end() == 0, again.output()
+    assert again.losses == unbroken
+    assert 3 <= again.results["resumed"]["acsgd"] <= 9
+
+
+def test_without_boxes_a_killed_stage_goes_back_to_the_checkpoint(
+    unbroken: list[float], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "run", "--checkpoint-every", "3", "--set", "faults.black_box=off")
+    run.wait_for_step(7)
+    os.kill(run.stages()[0], signal.SIGKILL)
+
+    assert run.end() == 0, run.output()
+    assert run.losses == unbroken
+    (failure,) = run.results["failures"]
+    assert failure["source"] == "checkpoint"
+    assert failure["resumed_from"] in (2, 5, 8)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few hundred kilobytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_for_black_boxes_costs_only_the_boxes(
+    unbroken: list[float], tmp_path: Path, tiny_disk: Path
+) -> None:
+    run = Run(tmp_path, "run", "--set", f"faults.black_box={tiny_disk}")
+
+    assert run.end() == 0, run.output()
+    assert run.losses == unbroken
+    events = (run.path / "metrics.jsonl").read_text()
+    assert "No space left on device" in events
+
+
+def test_a_full_disk_for_checkpoints_is_a_warning_and_the_run_goes_on(
+    unbroken: list[float], tmp_path: Path, tiny_disk: Path
+) -> None:
+    flags = ("--checkpoint-every", "4", "--checkpoint-dir", str(tiny_disk))
+    run = Run(tmp_path, "run", *flags)
+    output = " ".join(run.output().split())
+
+    assert run.process.returncode == 0, output
+    assert run.losses == unbroken
+    assert "could not be written" in output
