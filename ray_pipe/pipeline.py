@@ -21,15 +21,14 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from compressors import kernels
 from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.deadlines import Deadlines
-from ray_pipe.errors import ClusterError, TrainingError
+from ray_pipe.errors import TrainingError
 from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
 from ray_pipe.recovery import Failure
-from stages.digest import source_digest
+from ray_pipe.same_source import refuse_other_source
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.state import StageState
@@ -322,19 +321,3 @@ class _Silence(RayError):
             f"stages {stages} did not answer for {timeout_s:.0f} s {doing}; their logs are in "
             "Ray's session folder, and `deadline_s` can be raised if they are that slow"
         )
-
-
-def refuse_other_source(infos: list[dict[str, Any]]) -> None:
-    """Every worker must run the driver's code and the same core, or bits would differ."""
-    own, core = source_digest(), kernels.core()
-    for index, info in enumerate(infos):
-        if info["source"] != own:
-            raise ClusterError(
-                f"stage {index} runs other source than the driver (digest {info['source']}, here "
-                f"{own}); install the same version of ray_pipe on every node"
-            )
-        if info["core"] != core:
-            raise ClusterError(
-                f"stage {index} runs the {info['core']} core, the driver the {core} core; install "
-                "the same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
-            )

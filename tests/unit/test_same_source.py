@@ -7,19 +7,17 @@ from typing import Any
 import pytest
 
 from compressors import kernels
-from ray_pipe import pipeline
+from ray_pipe import same_source
 from ray_pipe.errors import ClusterError
-from ray_pipe.pipeline import refuse_other_source
+from ray_pipe.planner.placement import Node
+from ray_pipe.same_source import refuse_other_source
 from stages.digest import source_digest
 
 
 @pytest.fixture(autouse=True)
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [
-        {"NodeID": "aaaa", "NodeManagerAddress": "10.0.0.10"},
-        {"NodeID": "bbbb", "NodeManagerAddress": "10.0.0.11"},
-    ]
-    monkeypatch.setattr(pipeline.ray, "nodes", lambda: nodes)
+    nodes = [Node(id="aaaa", ip="10.0.0.10"), Node(id="bbbb", ip="10.0.0.11")]
+    monkeypatch.setattr(same_source, "nodes", lambda: nodes)
 
 
 def info(node: str, *, source: str | None = None, core: str | None = None) -> dict[str, Any]:
