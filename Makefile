@@ -7,9 +7,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MINUTES ?= 20
-SOURCES := pyproject.toml constraints.txt $(wildcard native/*)
+SOURCES := pyproject.toml constraints.txt $(wildcard native/*.* native/rows/*)
 
-.PHONY: demo test test-chaos soak test-cluster quick check fmt bench clean
+.PHONY: demo test test-chaos soak test-cluster test-tsan test-asan quick check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-cluster   several hosts with real slow links on this machine (root, 10 minutes)"
 	@echo "make up      your machines as a Ray cluster, as cluster.yaml says; make down ends it"
 	@echo "make quick   unit and contract tests only (under a minute)"
+	@echo "make test-tsan, make test-asan   the row store under threads, sanitised (2 minutes each)"
 	@echo "make check   format, lint and types"
 	@echo "make fmt     format the code"
 	@echo "make bench   every benchmark that the README quotes (about an hour)"
@@ -55,6 +56,19 @@ up: $(READY)
 
 down: $(READY)
 	$(BIN)/ray down -y cluster.yaml
+
+# The row store's stress program under a sanitiser; needs a C++ compiler and nothing else.
+STRESS := $(CXX) -std=c++20 -O1 -g -pthread -DRAY_PIPE_ROWS_TESTING native/rows/stress.cpp
+
+test-tsan:
+	mkdir -p build
+	$(STRESS) -fsanitize=thread -o build/stress_tsan
+	build/stress_tsan --seconds 5 --limit 300
+
+test-asan:
+	mkdir -p build
+	$(STRESS) -fsanitize=address,undefined -fno-sanitize-recover=undefined -o build/stress_asan
+	build/stress_asan --seconds 5 --limit 300
 
 check: $(READY)
 	$(BIN)/ruff format --check .

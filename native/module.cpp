@@ -1,6 +1,6 @@
 // ray_pipe_native: the C++ core as one extension module.
 //
-// Imported by its Python facades only (compressors/kernels.py); typed by ray_pipe_native.pyi. A new
+// Imported by its Python facades only (compressors/native.py); typed by ray_pipe_native.pyi. A new
 // part brings its own source, a bind_… function in bind.hpp and a line here.
 #include "bind.hpp"
 
@@ -10,4 +10,5 @@ constexpr int kAbi = 1;
 NB_MODULE(ray_pipe_native, m) {
   m.attr("ABI") = kAbi;
   ray_pipe::bind_kernels(m);
+  ray_pipe::bind_rows(m);
 }

@@ -1,8 +1,10 @@
-"""The C++ core. Imported by its facades only (compressors.kernels), which check all arguments.
+"""The C++ core. Imported by its facades only (compressors.native), which check all arguments.
 
 Tensors are passed as addresses of dense row-major memory that the caller keeps alive. Each kernel
 returns first how many rows it could not code; unless that is 0 its outputs mean nothing.
 """
+
+from typing import Any
 
 ABI: int
 
@@ -97,3 +99,110 @@ def delta_decode_rows(
     row_is_bf16: bool,
     /,
 ) -> int: ...
+
+# --- the row store; its facade is stages.embedding.row_store --------------------------------------
+
+ROWS_ABI: int
+
+def row_procedures() -> list[str]:
+    """Names that `RowTable.run` knows."""
+
+class SnapshotExpired(RuntimeError): ...
+
+class RowSnapshot:
+    @property
+    def stamp(self) -> int: ...
+    def close(self) -> None: ...
+
+class RowTable:
+    """Arrays are C-contiguous and are used where they lie; the GIL is released."""
+
+    @property
+    def record_bytes(self) -> int: ...
+    def multi_get(
+        self, keys: Any, out: Any, seen: Any, snapshot: RowSnapshot | None, group: int, /
+    ) -> int:
+        """Returns how many rows are spilled."""
+
+    def lookup(self, keys: Any, out: Any, seen: Any, /) -> tuple[int, int, int, int]:
+        """(inserted, evicted, full, spilled)."""
+
+    def apply(
+        self, keys: Any, gradients: Any, lr: float, counts: Any | None, seen: Any, /
+    ) -> tuple[int, int, int, int]:
+        """(applied, absent, spilled, full)."""
+
+    def run(
+        self,
+        name: str,
+        offsets: Any,
+        keys: Any,
+        payload: Any | None,
+        modes: Any | None,
+        expected: Any | None,
+        out: Any | None,
+        seen: Any | None,
+        statuses: Any,
+        batch: int,
+        inlined: int,
+        lr: float,
+        hops: int,
+        /,
+    ) -> None: ...
+    def scan(
+        self,
+        snapshot: RowSnapshot | None,
+        cursor: int,
+        keys: Any,
+        stamps: Any,
+        recency: Any,
+        records: Any,
+        /,
+    ) -> tuple[int, int, bool]:
+        """(rows, next cursor, whether that was all)."""
+
+    def restore(self, keys: Any, records: Any, /) -> int:
+        """Returns how many found no room."""
+
+    def remove(self, keys: Any, /) -> int: ...
+    def evict(self, n: int, /) -> int: ...
+    def oldest(self, keys: Any, stamps: Any, records: Any, /) -> int: ...
+    def mark_spilled(self, keys: Any, stamps: Any, /) -> int: ...
+    def recall(self, keys: Any, stamps: Any, records: Any, done: Any, /) -> int: ...
+    def stamps(
+        self, keys: Any, snapshot: RowSnapshot | None, stamps: Any, on_disk: Any, /
+    ) -> None: ...
+    def initial(self, keys: Any, out: Any, /) -> None: ...
+    def prune(self, max_alive: int, /) -> tuple[int, int, int, int, int]:
+        """(rows, pruned, regrown, dropped rows, alive)."""
+
+    def stats(self) -> dict[str, int]: ...
+    def set_progress(self, steps: int, epoch: int, /) -> None: ...
+
+class RowStore:
+    @staticmethod
+    def make(capacity: int, slab: int, huge: bool, snapshot_budget: int, /) -> RowStore: ...
+    @staticmethod
+    def table(
+        store: RowStore,
+        name: str,
+        dim: int,
+        chunks: int,
+        optimizer: int,
+        rule: tuple[float, float, float, float],
+        init: int,
+        mean: float,
+        scale: float,
+        seed: int,
+        max_rows: int,
+        lru: bool,
+        spill: bool,
+        expected_rows: int,
+        decay: float,
+        utility_scale: float,
+        /,
+    ) -> RowTable: ...
+    @staticmethod
+    def snapshot(store: RowStore, /) -> RowSnapshot: ...
+    def stats(self) -> dict[str, int]: ...
+    def compact(self) -> int: ...

@@ -1,0 +1,164 @@
+// Maintenance: growth, slots that return, memory that returns.
+#include <algorithm>
+
+#include "group.hpp"
+
+namespace ray_pipe::rows {
+
+bool Store::grow(Worker& worker, Table& table, uint64_t hash, uint32_t seen_buckets) {
+  const Closed closed(*this);
+  const auto number = static_cast<uint32_t>(hash >> 58);
+  if (table.segments[number].num_buckets > seen_buckets) return true;  // somebody was faster
+  std::vector<Version*> dropped;
+  const bool grown = table.resize(number, table.grown(number), horizon(), dropped);
+  for (Version* v : dropped) release(worker, v);
+  growths.fetch_add(grown);
+  return grown;
+}
+
+void Store::sweep(Worker& worker) {
+  if (worker.dead.empty()) return;
+  const uint64_t limit = horizon();
+  constexpr size_t kAtOnce = 64;
+  struct Gone {
+    Word* slot;
+    uint64_t word;
+    Segment* segment;
+  };
+  Gone gone[kAtOnce];
+  std::vector<Dead> kept;
+  kept.reserve(worker.dead.size());
+  for (size_t i = 0; i < worker.dead.size();) {
+    size_t n = 0;
+    worker.retired.reserve(worker.retired.size() + kAtOnce);
+    for (; i < worker.dead.size() && n < kAtOnce; ++i) {
+      const Dead& d = worker.dead[i];
+      const uint64_t hash = d.table->hash(d.key);
+      Word* slot = d.table->find(hash, d.key);
+      if (!slot) continue;
+      uint64_t word = slot->load(std::memory_order_acquire);
+      const Version* head = version_of(word);
+      if (!word || head->key != d.key || !head->absent()) continue;
+      if (head->stamp() > limit || (word & kLock) ||
+          !slot->compare_exchange_strong(word, word | kLock))
+        kept.push_back(d);
+      else
+        gone[n++] = {slot, word, &d.table->segment(hash)};
+    }
+    if (!n) continue;
+    const uint64_t stamp = clock.fetch_add(1) + 1;
+    for (size_t g = 0; g < n; ++g) {
+      POINT();
+      gone[g].slot->store(0);
+    }
+    publish(stamp);
+    for (size_t g = 0; g < n; ++g) {
+      gone[g].segment->release();
+      retire(worker, version_of(gone[g].word), stamp);
+    }
+  }
+  worker.dead.swap(kept);
+}
+
+// With the gate closed: everything that may be freed is, into the hands of this worker.
+void Store::gather(Worker& worker) {
+  each_worker([&](Worker& other) {
+    sweep(other);
+    reclaim(other);
+    if (&other == &worker) return;
+    for (int c = 0; c < arena.num_classes(); ++c) {
+      auto &from = other.cells[c].free, &to = worker.cells[c].free;
+      to.insert(to.end(), from.begin(), from.end());
+      from.clear();
+    }
+  });
+  const std::lock_guard lock(shared_mutex_);
+  for (int c = 0; c < arena.num_classes(); ++c) {
+    auto& from = shared_[c].free;
+    worker.cells[c].free.insert(worker.cells[c].free.end(), from.begin(), from.end());
+    from.clear();
+    shared_[c].size.store(0, std::memory_order_relaxed);
+  }
+}
+
+bool Store::scavenge(Worker& worker, int size_class, bool insert) {
+  const Closed closed(*this);
+  gather(worker);
+  if (!worker.cells[size_class].free.empty()) return true;
+  // Slabs of other sizes that have run empty.
+  std::vector<uint32_t> free(arena.num_slabs(), 0);
+  for (int c = 0; c < arena.num_classes(); ++c)
+    for (const Version* v : worker.cells[c].free) ++free[arena.slab_of(v)];
+  for (int c = 0; c < arena.num_classes(); ++c) {
+    auto& cells = worker.cells[c].free;
+    const size_t per_slab = arena.cells_per_slab(c);
+    const auto empty = [&](const Version* v) { return free[arena.slab_of(v)] == per_slab; };
+    std::vector<size_t> slabs;
+    for (const Version* v : cells)
+      if (empty(v)) slabs.push_back(arena.slab_of(v));
+    cells.erase(std::remove_if(cells.begin(), cells.end(), empty), cells.end());
+    std::sort(slabs.begin(), slabs.end());
+    slabs.erase(std::unique(slabs.begin(), slabs.end()), slabs.end());
+    for (const size_t slab : slabs) arena.give_back(slab);
+  }
+  char* slab = arena.take_slab(size_class, !insert);
+  if (!slab) return false;
+  Worker::Cells& cells = worker.cells[size_class];
+  for (size_t i = 0; i < arena.cells_per_slab(size_class); ++i)
+    cells.free.push_back(reinterpret_cast<Version*>(slab + i * arena.cell_bytes(size_class)));
+  return true;
+}
+
+size_t Store::mark_sparse_slabs(Worker& worker) {
+  const Closed closed(*this);
+  gather(worker);
+  std::vector<uint32_t> free(arena.num_slabs(), 0);
+  for (int c = 0; c < arena.num_classes(); ++c)
+    for (const Version* v : worker.cells[c].free) ++free[arena.slab_of(v)];
+  each_worker([&](const Worker& w) {  // a slab that is still being cut is not sparse
+    for (int c = 0; c < arena.num_classes(); ++c)
+      if (w.cells[c].bump != w.cells[c].end) free[arena.slab_of(w.cells[c].bump)] = 0;
+  });
+  size_t marked = 0;
+  for (int c = 0; c < arena.num_classes(); ++c) {
+    const size_t per_slab = arena.cells_per_slab(c);
+    const auto sparse = [&](const Version* v) { return 2 * free[arena.slab_of(v)] > per_slab; };
+    std::vector<size_t> slabs;
+    for (const Version* v : worker.cells[c].free)
+      if (sparse(v)) slabs.push_back(arena.slab_of(v));
+    auto& cells = worker.cells[c].free;
+    cells.erase(std::remove_if(cells.begin(), cells.end(), sparse), cells.end());
+    std::sort(slabs.begin(), slabs.end());
+    slabs.erase(std::unique(slabs.begin(), slabs.end()), slabs.end());
+    for (const size_t slab : slabs)
+      arena.vacate(slab, static_cast<uint32_t>(per_slab - free[slab]));
+    marked += slabs.size();
+  }
+  return marked;
+}
+
+// --- making room ----------------------------------------------------------------------------------
+
+bool make_room(Store& store, Worker& worker, const Txn& txn, int tries) {
+  Table& table = *txn.trouble_table;
+  const bool evicts = table.config.lru && !table.config.spill;
+  if (tries >= kRoomTries) return false;
+  const size_t some = std::max<size_t>(64, table.rows.load() / 256);
+  if (txn.trouble == Status::needs_index) {
+    if (store.grow(worker, table, txn.trouble_hash, txn.trouble_buckets)) return true;
+    Segment& segment = table.segment(txn.trouble_hash);
+    for (int rounds = 0; rounds < 8 && evicts; ++rounds) {
+      if (evict(store, worker, table, some, worker.evict_before) == 0) break;
+      tidy(store, worker, true);
+      if (segment.used.load() < segment.limit) return true;
+    }
+    return false;
+  }
+  // What is found the second time may be what the first attempt gave back: then somebody has to go.
+  const bool found = store.scavenge(worker, txn.trouble_class, txn.trouble_insert);
+  if (found && tries == 0) return true;
+  if (!evicts || evict(store, worker, table, some, worker.evict_before) == 0) return found && tries < 3;
+  return store.scavenge(worker, txn.trouble_class, txn.trouble_insert);
+}
+
+}  // namespace ray_pipe::rows

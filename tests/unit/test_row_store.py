@@ -1,0 +1,532 @@
+"""The row store, native and twin under one contract: rows, recency, capacity, snapshots, misuse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stages.embedding import row_core, row_store_twin
+from stages.embedding.row_errors import (
+    ConflictError,
+    NonFiniteGradientError,
+    SnapshotExpiredError,
+    StoreForkedError,
+    StoreFullError,
+)
+from stages.embedding.row_rules import Adagrad, Adam, Constant, Normal, RowAdagrad, Sgd, Uniform
+from stages.embedding.row_store import RowStore, RowTable
+from stages.embedding.row_table import Status
+
+CORES = ["native", "twin"]
+both = pytest.mark.parametrize("core", CORES)
+EXTREME = [0, -1, 2**63 - 1, -(2**63), 2**56 - 1, 2**56]
+
+
+def make(core: str, capacity: int | str = "8MiB", **options: Any) -> RowStore:
+    return RowStore(capacity=capacity, slab="64KiB", pages="4k", core=core, **options)
+
+
+def table(core: str = "native", capacity: int | str = "8MiB", **options: Any) -> RowTable:
+    options = {"dim": 8, "optimizer": Sgd(lr=0.5), "init": Uniform(0.1), "seed": 7} | options
+    return make(core, capacity).table("user", **options)
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def everything(rows: RowTable) -> dict[int, bytes]:
+    """Every row to the bit, by key."""
+    return {
+        key: raw.tobytes()
+        for part in rows.scan(limit=37)
+        for key, raw in zip(part.keys.tolist(), part.raw, strict=True)
+    }
+
+
+def oldest_first(rows: RowTable) -> list[int]:
+    found = [
+        (r, k)
+        for part in rows.scan(limit=100_000)
+        for r, k in zip(part.recency.tolist(), part.keys.tolist(), strict=True)
+    ]
+    return [key for _, key in sorted(found)]
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@both
+def test_training_inserts_and_evaluation_does_not(core: str) -> None:
+    rows = table(core)
+
+    zeros, found = rows.lookup(ids(1, 2), train=False)
+    assert not zeros.any()
+    assert found.tolist() == [0, 0]
+    assert rows.stats()["rows"] == 0
+
+    first, found = rows.lookup(ids(1, 2, 1))
+    assert found.tolist() == [1, 1, 1]
+    assert rows.stats()["rows"] == 2
+    assert (first[0] == first[2]).all()
+    assert (rows.lookup(ids(1, 2), train=False)[0] == first[:2]).all()
+
+
+@both
+def test_extreme_ids_are_distinct_rows(core: str) -> None:
+    rows = table(core)
+
+    weights, _ = rows.lookup(ids(*EXTREME))
+
+    assert rows.stats()["rows"] == len(EXTREME)
+    assert len({row.tobytes() for row in weights}) == len(EXTREME)
+
+
+@pytest.mark.parametrize("init", [Uniform(0.1), Normal(0.02, mean=1.0), Constant(0.5)])
+def test_a_row_begins_as_seed_table_and_id_say_on_either_core(init: Any) -> None:
+    keys = ids(*EXTREME, *range(50))
+    one, other = (table(core, init=init, dim=5) for core in CORES)
+
+    assert one.initial(keys).tobytes() == other.initial(keys).tobytes()
+    assert one.lookup(keys[::-1].copy())[0][::-1].tobytes() == other.lookup(keys)[0].tobytes()
+
+
+def test_another_seed_or_table_gives_other_rows() -> None:
+    store = make("native")
+    a = store.table("a", dim=4, init=Uniform(1.0), seed=1).initial(ids(5))
+    b = store.table("b", dim=4, init=Uniform(1.0), seed=1).initial(ids(5))
+    c = store.table("c", dim=4, init=Uniform(1.0), seed=2).initial(ids(5))
+
+    assert len({x.tobytes() for x in (a, b, c)}) == 3
+
+
+def test_uniform_rows_fill_their_range_and_normal_rows_their_deviation() -> None:
+    keys = np.arange(20_000, dtype=np.int64)
+    uniform = table(init=Uniform(0.1)).initial(keys)
+    normal = table(init=Normal(0.02)).initial(keys)
+
+    assert -0.1 <= uniform.min() < -0.0999
+    assert 0.0999 < uniform.max() <= 0.1
+    assert abs(uniform.mean()) < 1e-3
+    assert normal.std() == pytest.approx(0.02, rel=0.01)
+
+
+def test_two_tables_share_ids_but_no_row() -> None:
+    store = make("native")
+    a = store.table("a", dim=2)
+    b = store.table("b", dim=2)
+    one = ids(*EXTREME)
+
+    a.run("put", np.arange(7, dtype=np.int64), one, np.ones((6, 2), np.float32))
+
+    assert b.lookup(one, train=False)[1].tolist() == [0] * 6
+    assert a.lookup(one, train=False)[1].tolist() == [1] * 6
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@both
+def test_an_evicted_id_loses_its_gradient_and_its_neighbours_keep_theirs(core: str) -> None:
+    rows = table(core)
+    before, _ = rows.lookup(ids(1, 2, 3))
+    rows.remove(ids(2))
+
+    result = rows.apply(ids(1, 2, 3), np.arange(24, dtype=np.float32).reshape(3, 8))
+
+    assert (result.applied, result.dropped) == (2, 1)
+    after, found = rows.lookup(ids(1, 2, 3), train=False)
+    assert found.tolist() == [1, 0, 1]
+    assert (after[0] == before[0] - 0.5 * np.arange(8, dtype=np.float32)).all()
+    assert (after[2] == before[2] - 0.5 * np.arange(16, 24, dtype=np.float32)).all()
+
+
+@both
+def test_a_gradient_that_is_not_finite_is_refused_by_id_and_nothing_is_applied(core: str) -> None:
+    rows = table(core)
+    before, _ = rows.lookup(ids(1, 2, 3))
+    gradients = np.ones((3, 8), np.float32)
+    gradients[1, 3] = np.inf
+
+    with pytest.raises(NonFiniteGradientError, match=r"1 of 3 ids are not finite \(2\)"):
+        rows.apply(ids(1, 2, 3), gradients)
+
+    assert rows.version == 0
+    assert (rows.lookup(ids(1, 2, 3), train=False)[0] == before).all()
+    status = rows.run("optimize", ids(0, 1, 2), ids(1, 2), gradients[:2]).statuses.tolist()
+    assert status == [Status.OK, Status.NONFINITE]
+
+
+@both
+def test_staleness_counts_the_steps_between_reading_and_applying(core: str) -> None:
+    rows = table(core)
+    rows.lookup(ids(1))
+    read = rows.version
+    one = np.ones((1, 8), np.float32)
+    rows.apply(ids(1), one)
+    rows.apply(ids(1), one)
+
+    assert rows.apply(ids(1), one, v_read=read).staleness == 2
+
+
+# --- recency and capacity -------------------------------------------------------------------------
+
+
+class Model:
+    """What `lookup` promises of recency: present rows in call order, then new ones."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows, self.rows = max_rows, OrderedDict[int, None]()
+
+    def lookup(self, keys: list[int]) -> None:
+        for key in keys:
+            if key in self.rows:
+                self.rows.move_to_end(key)
+        for key in keys:
+            if key not in self.rows:
+                if len(self.rows) == self.max_rows:
+                    self.rows.popitem(last=False)
+                self.rows[key] = None
+
+
+def test_recency_is_exact_over_a_hundred_thousand_lookups() -> None:
+    rows, model = table(max_rows=700, evict="lru", dim=1), Model(700)
+    random = np.random.default_rng(3)
+    for turn in range(3000):
+        keys = (random.zipf(1.2, 35) % 2000).astype(np.int64)
+        rows.lookup(keys)
+        model.lookup(keys.tolist())
+        if turn % 500 == 0:
+            rows.apply(keys, np.ones((35, 1), np.float32))  # pushes do not touch recency
+            rows.lookup(np.arange(2000, dtype=np.int64), train=False)  # nor does evaluation
+
+    assert oldest_first(rows) == list(model.rows)
+    assert rows.stats()["queue_bytes"] < 200_000
+
+
+@both
+def test_a_call_never_evicts_its_own_rows(core: str) -> None:
+    rows = table(core, max_rows=4, evict="lru")
+    rows.lookup(ids(1, 2, 3, 4))
+
+    with pytest.raises(StoreFullError, match=r"1 of 5 ids found no room.*max_rows`=4"):
+        rows.lookup(ids(5, 4, 6, 7, 8))
+
+    assert sorted(everything(rows)) == [4, 5, 6, 7]
+
+
+@both
+def test_a_full_table_names_the_setting_and_still_trains(core: str) -> None:
+    rows = table(core, capacity="512KiB", dim=16)
+
+    with pytest.raises(StoreFullError, match=r"capacity is 524288 bytes.*Raise them"):
+        rows.lookup(np.arange(5000, dtype=np.int64))
+
+    there = np.array(sorted(everything(rows)), np.int64)
+    assert 1000 < len(there) < 5000
+    assert rows.apply(there, np.ones((len(there), 16), np.float32)).applied == len(there)
+    assert rows.lookup(ids(-5), train=False)[1].tolist() == [0]
+    rows.remove(there[:500].copy())
+    assert rows.lookup(np.arange(100_000, 100_200, dtype=np.int64))[1].all()
+
+
+def test_at_capacity_the_least_recent_rows_make_room() -> None:
+    rows = table(capacity="512KiB", dim=16, evict="lru")
+    for start in range(0, 40_000, 500):
+        rows.lookup(np.arange(start, start + 500, dtype=np.int64))
+    store = rows._store
+    assert isinstance(store, RowStore)
+
+    assert store.stats()["evicted"] > 30_000
+    assert store.stats()["used_bytes"] <= 512 * 1024
+    last = oldest_first(rows)
+    assert last == list(range(40_000 - len(last), 40_000))
+    assert len(last) > 1000
+
+
+def test_a_table_grows_in_short_pauses_and_loses_nobody() -> None:
+    rows = table("native", capacity="64MiB", dim=2)
+    keys = np.random.default_rng(1).permutation(np.arange(100_000, dtype=np.int64))
+    for part in np.split(keys, 100):
+        rows.lookup(part)
+
+    weights, found = rows.multi_get(keys)
+    assert found.all()
+    assert weights.tobytes() == rows.initial(keys).tobytes()
+    store = rows._store
+    assert isinstance(store, RowStore)
+    assert store.stats()["growths"] >= 64
+    assert rows.stats()["slots"] * 0.80 >= 100_000
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+@both
+def test_a_snapshot_sees_one_moment(core: str) -> None:
+    store = make(core)
+    rows = store.table("t", dim=2, optimizer=Sgd(lr=1.0), init=Constant(1.0))
+    rows.lookup(ids(1, 2, 3))
+
+    with store.snapshot() as snapshot:
+        rows.apply(ids(1), np.ones((1, 2), np.float32))
+        rows.remove(ids(2))
+        rows.lookup(ids(4))
+        then, found = rows.multi_get(ids(1, 2, 3, 4), snapshot=snapshot)
+        scanned = {k: w.tolist() for p in rows.scan(snapshot) for k, w in zip(p.keys, p.weights())}
+
+    assert found.tolist() == [1, 1, 1, 0]
+    assert then[:3].tolist() == [[1, 1]] * 3
+    assert scanned == {1: [1, 1], 2: [1, 1], 3: [1, 1]}
+    assert rows.multi_get(ids(1, 2, 3, 4))[1].tolist() == [1, 0, 1, 1]
+    with pytest.raises(RuntimeError, match="closed"):
+        rows.multi_get(ids(1), snapshot=snapshot)
+
+
+def test_a_snapshot_that_pins_too_much_expires_by_name() -> None:
+    store = make("native", snapshot_budget="64KiB")
+    rows = store.table("t", dim=16, optimizer=Sgd(lr=1.0))
+    keys = np.arange(500, dtype=np.int64)
+    rows.lookup(keys)
+    snapshot = store.snapshot()
+    for _ in range(200):
+        rows.apply(keys, np.ones((500, 16), np.float32))
+
+    with pytest.raises(SnapshotExpiredError, match="raise `snapshot_budget`"):
+        rows.multi_get(keys, snapshot=snapshot)
+    assert store.stats()["snapshots_expired"] == 1
+
+
+# --- transactions ---------------------------------------------------------------------------------
+
+
+@both
+def test_an_interactive_transaction_commits_all_or_nothing(core: str) -> None:
+    store = make(core)
+    rows = store.table("t", dim=2)
+    with store.begin("t") as txn:
+        assert txn.get(1) is None
+        txn.put(1, np.array([1, 2], np.float32))
+        txn.put(2, np.array([3, 4], np.float32))
+    assert rows.multi_get(ids(1, 2))[0].tolist() == [[1, 2], [3, 4]]
+
+    late = store.begin("t")
+    seen = late.get(1)
+    assert seen is not None
+    late.put(2, seen)
+    with store.begin("t") as txn:
+        txn.put(1, np.array([9, 9], np.float32))
+    with pytest.raises(ConflictError, match="begin again"):
+        late.commit()
+    with store.begin("t") as txn:
+        txn.delete(1)
+
+    assert rows.multi_get(ids(1, 2))[1].tolist() == [0, 1]
+    assert rows.multi_get(ids(2))[0].tolist() == [[3, 4]]
+
+
+@both
+def test_an_absent_key_that_was_read_and_then_came_is_a_conflict(core: str) -> None:
+    store = make(core)
+    store.table("t", dim=1)
+    late = store.begin("t")
+    assert late.get(7) is None
+    late.put(8, np.ones(1, np.float32))
+    with store.begin("t") as txn:
+        txn.put(7, np.ones(1, np.float32))
+
+    with pytest.raises(ConflictError):
+        late.commit()
+
+
+@both
+def test_following_a_chain_of_rows_reads_the_last(core: str) -> None:
+    rows = table(core, dim=2, init=Constant(0.0), optimizer=None)
+    links = np.array([[2], [3], [1]], np.int64).view(np.float32)
+    rows.run("put", np.arange(4, dtype=np.int64), ids(1, 2, 3), links)
+
+    result = rows.run("follow", ids(0, 1, 2), ids(1, 5), hops=2)
+
+    assert result.out is not None
+    assert result.out[0].tobytes() == np.int64(1).tobytes()  # 1 -> 2 -> 3, which names 1
+    assert result.seen.tolist() == [1, 0]
+
+
+@both
+def test_compare_and_put_changes_a_row_only_if_it_is_what_was_said(core: str) -> None:
+    rows = table(core, dim=2, init=Constant(0.5), optimizer=None)
+    rows.lookup(ids(1, 2))
+    pairs = np.array([[0.5, 0.5], [1, 1], [0.25, 0.5], [2, 2]], np.float32)
+
+    statuses = rows.run("compare_and_put", ids(0, 1, 2), ids(1, 2), pairs).statuses.tolist()
+
+    assert statuses == [Status.OK, Status.CONFLICT]
+    assert rows.multi_get(ids(1, 2))[0].tolist() == [[1, 1], [0.5, 0.5]]
+
+
+def test_interleaved_transactions_do_what_sequential_ones_do_and_really_suspend() -> None:
+    random = np.random.default_rng(0)
+    keys = random.integers(0, 3000, 5000).astype(np.int64)
+    offsets = np.arange(0, 5001, 10, dtype=np.int64)
+    payload = random.integers(-8, 8, (5000, 4)).astype(np.float32)
+    results = []
+    for batch, interleave in ((1, False), (8, True), (16, True)):
+        rows = table(dim=4, init=Constant(0.0))
+        result = rows.run("add", offsets, keys, payload, batch=batch, interleave=interleave)
+        assert result.ok
+        store = rows._store
+        assert isinstance(store, RowStore)
+        assert (store.stats()["resumes"] > 0) == interleave
+        results.append({k: w for p in rows.scan() for k, w in zip(p.keys, p.weights().tolist())})
+
+    assert results[0] == results[1] == results[2]
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+@both
+def test_arrays_that_would_need_a_copy_are_refused(core: str) -> None:
+    rows = table(core)
+
+    with pytest.raises(TypeError, match=r"keys must be int64, got int32; convert"):
+        rows.lookup(np.arange(3, dtype=np.int32))
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        rows.lookup(np.arange(6, dtype=np.int64)[::2])
+    with pytest.raises(TypeError, match=r"numpy array of int64, got list"):
+        rows.lookup([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"out must have the shape \[2, 8\], got \[2, 7\]"):
+        rows.lookup(ids(1, 2), np.empty((2, 7), np.float32))
+    fixed = np.empty((1, 8), np.float32)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        rows.lookup(ids(1), fixed)
+    with pytest.raises(ValueError, match="offsets go from 0"):
+        rows.run("get", ids(0, 3), ids(1))
+    with pytest.raises(ValueError, match="procedures are"):
+        rows.run("drop", ids(0, 1), ids(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 10, "chunks": 4}, "multiple of chunks"),
+        ({"dim": 0}, "positive"),
+        ({"dim": 18, "chunks": 9}, "at most 8"),
+        ({"evict": "lfu"}, "evict is"),
+        ({"decay": 0.0}, "decay is in"),
+    ],
+)
+def test_a_table_that_cannot_be_is_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table(**options)
+
+
+def test_a_store_cannot_be_pickled_or_used_after_a_fork() -> None:
+    rows = table()
+    rows.lookup(ids(1))
+    store = rows._store
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(store)
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # no pytest, no assert: this process ends here
+        try:
+            rows.lookup(np.array([1], np.int64))
+            os.write(writing, b"used")
+        except StoreForkedError:
+            os.write(writing, b"refused")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+
+    assert os.read(reading, 100) == b"refused"
+    os.close(reading)
+
+
+def test_other_threads_run_while_the_store_works() -> None:
+    rows = table(capacity="256MiB", dim=32, expected_rows=200_000)
+    keys = np.arange(200_000, dtype=np.int64)
+    ticks: list[int] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(len(ticks))
+
+    beside = threading.Thread(target=tick)
+    rows.lookup(keys[:10].copy())
+    beside.start()
+    before = len(ticks)
+    rows.core.lookup(keys, np.empty((200_000, 32), np.float32), np.empty(200_000, np.uint8))
+    during = len(ticks) - before
+    done.set()
+    beside.join()
+
+    assert during > 100
+
+
+# --- which core -----------------------------------------------------------------------------------
+
+
+def test_the_native_core_is_in_use_and_says_so() -> None:
+    assert RowStore(capacity="16MiB").native is True
+    assert make("twin").stats()["native"] is False
+
+
+def test_falling_back_to_the_twin_is_logged_once_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(row_core, "ROWS_ABI", 99)
+    monkeypatch.setattr(row_core, "_warned", False)
+    with caplog.at_level(logging.WARNING, logger="ray_pipe"):
+        assert row_core.core()[0] is row_store_twin
+        assert row_core.core()[1] is False
+
+    assert len(caplog.records) == 1
+    assert "row store ABI 1, this source needs 99; rebuild" in caplog.text
+    with pytest.raises(ImportError, match="needs 99"):
+        row_core.core("native")
+    with pytest.raises(ValueError, match='core is "native", "twin"'):
+        row_core.core("fast")
+
+
+# --- native equals twin ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Sgd(lr=0.1), Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1)]
+)
+@pytest.mark.parametrize(("dim", "chunks"), [(1, 1), (7, 1), (8, 4), (24, 8), (9, 3)])
+def test_training_and_pruning_give_the_twin_s_bits(optimizer: Any, dim: int, chunks: int) -> None:
+    random = np.random.default_rng(dim)
+    pair = [
+        table(core, dim=dim, chunks=chunks, optimizer=optimizer, max_rows=60, evict="lru")
+        for core in CORES
+    ]
+    for turn in range(40):
+        keys = random.integers(0, 90, 20).astype(np.int64)
+        gradients = (random.standard_normal((20, dim)) * 10.0 ** random.integers(-6, 3)).astype(
+            np.float32
+        )
+        counts = random.integers(1, 5, 20).astype(np.float32)
+        seen = [rows.lookup(keys)[0].tobytes() for rows in pair]
+        assert seen[0] == seen[1]
+        assert len({rows.apply(keys, gradients, counts=counts) for rows in pair}) == 1
+        if chunks > 1 and turn % 7 == 6:
+            kept = float(random.uniform(0.2, 0.8))
+            assert len({rows.prune(keep=kept) for rows in pair}) == 1
+
+    assert everything(pair[0]) == everything(pair[1])
+    assert oldest_first(pair[0]) == oldest_first(pair[1])
+    same = ("rows", "alive_chunks", "steps", "epoch", "row_bytes")
+    assert len({tuple(rows.stats()[name] for name in same) for rows in pair}) == 1
