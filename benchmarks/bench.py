@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,18 @@ def subset(actors: Any, num_stages: int) -> Any:
 
 
 def train_arm(
-    actors: Any, settings: Mapping[str, Any], *, target: float | None = None
+    actors: Any,
+    settings: Mapping[str, Any],
+    *,
+    target: float | None = None,
+    real_bps: float | None = None,
 ) -> dict[str, Any]:
     """Prepare, predict and train one arm; the arm of results.json with the limits beside it.
 
-    With `target` the arm trains on after its own steps until it has reached that loss.
+    With `target` the arm trains on after its own steps until it has reached that loss. `real_bps`
+    is for links that are not emulated: what the prediction shall take them to carry.
     """
+    from netsim.topology import Topology
     from ray_pipe.arms import time_to_target
     from ray_pipe.config import RunConfig
     from ray_pipe.driver import Trained, train_on
@@ -61,7 +68,9 @@ def train_arm(
     pool = subset(actors, config.pipeline.stages)
     pipeline = TRANSPORTS[config.pipeline.transport](pool, arm, epoch_s=time.time())
     costs, shape = measure_costs(pipeline)
-    prediction = predict(arm, costs, shape, num_cores=len(os.sched_getaffinity(0)))
+    links = Topology.uniform(arm.topology.num_nodes, real_bps) if real_bps else arm.topology
+    num_cores = len(os.sched_getaffinity(0))  # of this machine, however many hosts it plays
+    prediction = predict(replace(arm, topology=links), costs, shape, num_cores=num_cores)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
     for records in pipeline.train():
         one.meter.add(records)

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ NETWORK = "10.99.0"
 FIRST_ADDRESS = 10
 BURST = "5kb"  # frames below the burst pass unshaped, so it must be small
 START_TIMEOUT_S = 30.0
+START_ATTEMPTS = 3
 USER, UID = "ray", 1234
 GCS_PORT = 6379
 RAY_SYSTEM_CONFIG = {"max_direct_call_object_size": 4 << 20}  # decision 5
@@ -357,21 +357,22 @@ class Rig:
             config = f"--system-config={json.dumps(RAY_SYSTEM_CONFIG)}"
             words = ["--head", f"--port={GCS_PORT}", config, *head_options, *options]
             self._ray_start(self.hosts[0], words, env)
-        with ThreadPoolExecutor() as pool:
-            list(
-                pool.map(
-                    lambda i: self._ray_start(
-                        self.hosts[i], [f"--address={address}", *options], env
-                    ),
-                    chosen,
-                )
-            )
+        for index in chosen:  # in turn: a raylet waits 15 s for its agents, then it dies
+            self._ray_start(self.hosts[index], [f"--address={address}", *options], env)
         return address
 
     def _ray_start(self, host: Host, words: list[str], env: Mapping[str, str] | None) -> None:
         fixed = [f"--node-ip-address={host.ip}", "--object-store-memory=200000000"]
-        start = [self.python, "-m", "ray.scripts.scripts", "start", *fixed, *words]
-        host.run(start, env=env, timeout_s=180.0)
+        ray = [self.python, "-m", "ray.scripts.scripts"]
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                host.run([*ray, "start", *fixed, *words], env=env, timeout_s=180.0)
+                return
+            except RigError:
+                if attempt == START_ATTEMPTS:
+                    raise
+                # A busy machine may not have it up within the times that Ray allows.
+                host.run([*ray, "stop", "--force"], env=env, check=False)
 
 
 _HOLD = """
