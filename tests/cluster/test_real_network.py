@@ -1,7 +1,7 @@
 """Training over links that the kernel slows down, one stage per host, nothing emulated.
 
-`benchmarks/real_network.py` has the figures of the default job. Here a smaller model on a slower link,
-where compute weighs little, and the best of a few steps, because CI shares its cores with others.
+`benchmarks/real_network.py` has the figures of the default job. Here a smaller model on a slower
+link, where compute weighs little, and the best of a few steps: CI shares its cores with others.
 """
 
 from __future__ import annotations
