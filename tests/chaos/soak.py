@@ -11,6 +11,7 @@ the end. Exit status 1 if something leaked, or if the losses differ from an unbr
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import signal
@@ -94,6 +95,7 @@ def threads(pid: int) -> int:
 
 
 def counts(pids: list[int], folder: Path) -> dict[str, int]:
+    gc.collect()  # an exception and its traceback hold each other, and what the frames held
     worker: Any = ray._private.worker.global_worker
     names: Any = ray.util.list_named_actors
     boxes = list(folder.glob("*/*"))
