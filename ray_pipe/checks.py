@@ -33,6 +33,9 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     check_topology(config)
     check_data_source(config.data.source)
     check_folder(config.out, flag="--out")
+    saves = config.checkpoint
+    if saves.every is not None and saves.dir is not None and "://" not in saves.dir:
+        check_folder(saves.dir, flag="--checkpoint-dir")
     if config.codec.spill_dir is not None and _remembers(config):
         check_folder(config.codec.spill_dir, flag="--set codec.spill_dir")
     if config.codec.spill_dir is None and config.codec.spill_ram != type(config.codec)().spill_ram:

@@ -19,7 +19,8 @@ from compressors.row_log import row_store, state_without_rows
 from stages.black_box import BlackBox, BoxError, Image, Kept
 from stages.lanes import Lane
 from stages.record import StepRecord
-from stages.state import StageState, compute_parts, ends_of, notes_of, to_tree
+from stages.state import StageState, compute_parts, ends_of, notes_of
+from stages.state_tree import to_tree
 
 if TYPE_CHECKING:
     from stages.stage import Stage

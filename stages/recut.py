@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from stages.state import ARRAY, ENDS, StageState, StateError
+from stages.state import ENDS, StageState, StateError
+from stages.state_tree import ARRAY
 
 AFTER = ("activation_out", "gradient_in")
 """Ends at the cut behind a stage; the others are at the cut before it."""

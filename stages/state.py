@@ -24,15 +24,13 @@ from torch import Tensor, nn
 from stages.compute import Compute
 from stages.ends import SendingEnd
 from stages.receiving import ReceivingEnd
+from stages.state_tree import copy_of, from_tree, to_tree, under
 from stages.wiring import Wiring
 
 if TYPE_CHECKING:
     from stages.stage import Stage
 
 FORMAT = 1
-ARRAY = "$array"
-"""In a tree of notes, stands for the array of that name."""
-
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -228,11 +226,11 @@ def compute_parts(
     """Weights, optimizer and random numbers: copies, or `live` what changes at the next update."""
     module = compute.module
     blocks = block_list(module)
-    keep = Tensor.detach if live else _copy
+    keep = Tensor.detach if live else copy_of
     parameters = _parameters(module, first_block)
     arrays = {
         # A buffer (of a batch norm) changes in the forward pass already.
-        f"weights/{name}": keep(tensor) if name in parameters else _copy(tensor)
+        f"weights/{name}": keep(tensor) if name in parameters else copy_of(tensor)
         for name, tensor in _global_names(module, first_block).items()
     }
     values: dict[str, Any] = {}  # what an optimizer keeps beside tensors
@@ -243,7 +241,7 @@ def compute_parts(
             else:
                 values.setdefault(name, {})[key] = value
     for index, numbers in enumerate(compute.random_state):
-        arrays[f"random/{index}"] = _copy(numbers)
+        arrays[f"random/{index}"] = copy_of(numbers)
     notes = {
         "blocks": [first_block, first_block + len(blocks)],
         "optimizer": type(compute.optimizer).__name__,
@@ -333,40 +331,6 @@ def _check_weights(who: str, own: Mapping[str, Tensor], saved: Mapping[str, Tens
                 f"{who}: the saved state is of another model, {name} is {_kind(there)} there and "
                 f"{_kind(tensor)} here"
             )
-
-
-def to_tree(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
-    """The value with each tensor moved to `arrays` and its name in the tensor's place."""
-    if isinstance(value, Tensor):
-        while path in arrays:  # a key with a slash in it may meet another's path
-            path += "'"
-        arrays[path] = _copy(value)
-        return {ARRAY: path}
-    if isinstance(value, Mapping):
-        return {str(key): to_tree(item, f"{path}/{key}", arrays) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_tree(item, f"{path}/{i}", arrays) for i, item in enumerate(value)]
-    return value
-
-
-def from_tree(tree: Any, arrays: Mapping[str, Tensor]) -> Any:
-    """What `to_tree` was given, tuples as lists."""
-    if isinstance(tree, dict):
-        if set(tree) == {ARRAY}:
-            return arrays[tree[ARRAY]]
-        return {key: from_tree(item, arrays) for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [from_tree(item, arrays) for item in tree]
-    return tree
-
-
-def under(arrays: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose name begins with `prefix`, without it."""
-    return {n.removeprefix(prefix): t for n, t in arrays.items() if n.startswith(prefix)}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _kind(tensor: Tensor) -> str:

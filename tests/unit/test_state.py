@@ -17,7 +17,8 @@ from stages import state as state_module
 from stages.optim import OptimSpec
 from stages.record import StepRecord
 from stages.rehearsal import LocalPipeline
-from stages.state import StageState, StateError, from_tree, to_tree
+from stages.state import StageState, StateError
+from stages.state_tree import ARRAY, from_tree, to_tree
 from tests.local_pipeline import DIRECTQ, Bench, Run, acsgd, fingerprint, same_bits, state_of
 
 SMALL = replace(Bench().shape, layers=2)
@@ -199,8 +200,8 @@ def forget_codec(end: str, key: str, value: Any) -> Change:
             if end in state.notes["codec"]:
                 tree = state.notes["codec"][end]["state"]
                 assert key in tree, f"{key} not in {sorted(tree)}"
-                if isinstance(tree[key], dict) and state_module.ARRAY in tree[key]:
-                    name = tree[key][state_module.ARRAY]
+                if isinstance(tree[key], dict) and ARRAY in tree[key]:
+                    name = tree[key][ARRAY]
                     state.arrays[name] = value(state.arrays[name])
                 else:
                     tree[key] = value(tree[key])
@@ -214,9 +215,7 @@ def reverse_lru(states: list[StageState]) -> None:
         for end in state.notes["codec"].values():
             if "ids" not in end["state"]:
                 continue
-            names = {
-                k: v[state_module.ARRAY] for k, v in end["state"].items() if isinstance(v, dict)
-            }
+            names = {k: v[ARRAY] for k, v in end["state"].items() if isinstance(v, dict)}
             arrays = state.arrays
             rows = len(arrays[names["ids"]])
             for key in ("ids", "generations", "visits", "kept", "num_dims"):
