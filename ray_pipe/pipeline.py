@@ -170,16 +170,14 @@ class Pipeline:
         return self._next()
 
     def _next(self) -> Records:
-        """The records of the next step that was not handed out yet."""
-        while True:
+        """The records of the next step that was not handed out yet; empty if there is none."""
+        while self.queue:
             self._launch()
             item = self.queue[0]
             try:
                 self.finish(item)
             except CallsFailed as failed:
-                from ray_pipe.rescue import Rescue  # it knows the pipeline, so not above
-
-                Rescue(self, item, failed.errors).recover()
+                self._rescue(item, failed)
                 continue
             self.queue.popleft()
             records = [item.results[index] for index in sorted(item.results)]
@@ -188,6 +186,12 @@ class Pipeline:
                     self.losses[item.plan.step] = records[-1].loss
                 return records
             self._check_replay(item.plan.step, records)
+        return []
+
+    def _rescue(self, item: Item, failed: CallsFailed) -> None:
+        from ray_pipe.rescue import Rescue  # it knows the pipeline, so not above
+
+        Rescue(self, item, failed.errors).recover()
 
     def _launch(self) -> None:
         for item in itertools.islice(self.queue, AHEAD):
@@ -231,9 +235,16 @@ class Pipeline:
     # --- calls ----------------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """Weights and optimizer of each stage."""
-        calls = {handle.state_dict.remote(): i for i, handle in enumerate(self.handles)}
-        return self.gather(calls, doing="telling its weights")
+        """Weights and optimizer of each stage after the last step."""
+        while True:
+            self.settle()
+            calls = {handle.state_dict.remote(): i for i, handle in enumerate(self.handles)}
+            try:
+                results = self._results(calls, "telling its weights")
+            except CallsFailed as failed:  # the last step is in the boxes, too
+                self._rescue(Item(plan=self.arm.plan(max(self.losses, default=0))), failed)
+                continue
+            return [results[index] for index in sorted(results)]
 
     def load_states(self, states: Sequence[StageState]) -> None:
         """Make each stage what it was; between steps."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from killing import FATAL, STAGES, Ended, kinds_of, make_arm, note, points_of, s
 
 from ray_pipe.cluster import StageActors
 from ray_pipe.errors import StageDied, TrainingError
+from ray_pipe.pipeline import Pipeline
 from stages.mishap import LinkFault, Mishap
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -194,6 +196,17 @@ def test_a_stage_that_dies_in_every_attempt_ends_the_run_by_name(pool: Pool) -> 
         train(pool.actors, make_arm(), mishaps=mishaps)
     pool.actors.replace([1])  # the last one was not replaced any more
     pool.actors.introduce()
+
+
+def test_a_stage_that_dies_after_the_last_step_still_tells_its_weights(pool: Pool) -> None:
+    right = pool.right()
+    pipeline = Pipeline(pool.actors, make_arm(), epoch_s=0.0)
+    losses = [records[-1].loss for records in pipeline.train()]
+    os.kill(pipeline.infos[2]["pid"], signal.SIGKILL)
+    weights = [state["module"] for state in pipeline.state_dicts()]
+
+    assert same(Ended(losses=losses, weights=weights), right)
+    assert [failure.replaced for failure in pipeline.failures] == [(2,)]
 
 
 def test_an_error_in_a_stages_own_code_is_not_tried_again(pool: Pool) -> None:

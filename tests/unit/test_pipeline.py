@@ -1,0 +1,88 @@
+"""The driver's side of a pipeline without Ray: whom it waits for, what it hands out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from test_deadlines import fed
+
+from ray_pipe import pipeline as module
+from ray_pipe.errors import TrainingError
+from ray_pipe.pipeline import CallsFailed, Pipeline
+from stages.record import StepRecord
+
+
+def bare(**attributes: Any) -> Pipeline:
+    """A pipeline whose stages were never started."""
+    made = Pipeline.__new__(Pipeline)
+    made.deadlines = fed(*[0.1] * 4)
+    made.losses = {}
+    made.on_replay = lambda records: None
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+class Answers:
+    """Stands for `ray.wait` and `ray.get`: some calls answer, the others never do."""
+
+    def __init__(self, ready: dict[str, Any]) -> None:
+        self.ready = ready
+        self.timeouts: list[float] = []
+
+    def wait(self, refs: list[str], *, num_returns: int, timeout: float) -> tuple[list, list]:
+        self.timeouts.append(timeout)
+        done = [ref for ref in refs if ref in self.ready][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, ref: str) -> Any:
+        return self.ready[ref]
+
+
+def test_stages_that_never_answer_are_named_after_the_patience_has_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = Answers({"b": "done"})
+    monkeypatch.setattr(module.ray, "wait", answers.wait)
+    monkeypatch.setattr(module.ray, "get", answers.get)
+
+    with pytest.raises(CallsFailed) as failed:
+        bare()._results({"a": 0, "b": 1, "c": 2}, "in step 5")
+
+    assert sorted(failed.value.errors) == [0, 2]
+    text = str(failed.value.errors[0])
+    assert text.startswith("stages [0, 2] did not answer for 200 s in step 5")
+    assert answers.timeouts == [200.0, 200.0]  # twenty deadlines of ten seconds
+
+
+def test_the_patience_is_a_minute_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers({"a": 1})
+    monkeypatch.setattr(module.ray, "wait", answers.wait)
+    monkeypatch.setattr(module.ray, "get", answers.get)
+
+    results = bare(deadlines=fed(*[0.1] * 4, floor_s=0.5))._results({"a": 0}, "being set up")
+
+    assert results == {0: 1}
+    assert answers.timeouts == [60.0]
+
+
+def record(loss: float) -> StepRecord:
+    return StepRecord(
+        stage=0, step=3, loss=loss, num_tokens=1, start_s=0.0, end_s=1.0, seconds={}, sent={},
+        codec={}, grad_norm=None,
+    )  # fmt: skip
+
+
+def test_a_replay_that_gives_another_loss_ends_the_run() -> None:
+    told: list[Any] = []
+    pipeline = bare(losses={3: 1.5}, on_replay=told.append)
+
+    pipeline._check_replay(3, [record(1.5)])
+    with pytest.raises(TrainingError, match=r"step 3 was run again .* 1.25 instead of 1.5; .*same"):
+        pipeline._check_replay(3, [record(1.25)])
+
+    assert told == [[record(1.5)], [record(1.25)]]
