@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_runs import FakePipeline, SavedRun
 
 from ray_pipe.checkpoint_files import CheckpointError, CheckpointStore, locate
 from ray_pipe.resume import Resume
 from stages.storage import Folder, StorageError
-from tests.saved_runs import FakePipeline, SavedRun
 
 
 def steps_of(run: SavedRun, arm: str = "acsgd") -> list[int]:

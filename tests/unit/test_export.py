@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from saved_runs import SavedRun
 
 from ray_pipe.export import export, main, model_state
-from tests.saved_runs import SavedRun
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from local_pipeline import DIRECTQ, FP32, Bench, acsgd, plain_loop, same_bits
 from torch import nn
 
 from stages.record import StepRecord
 from stages.recut import recut, whole_model
 from stages.rehearsal import LocalPipeline
 from stages.state import StageState, StateError
-from tests.local_pipeline import DIRECTQ, FP32, Bench, acsgd, plain_loop, same_bits
 
 STEPS = 3
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_pipeline import fingerprint
+from saved_runs import SavedRun
 
 from ray_pipe.checkpoint_files import CheckpointError, locate
 from ray_pipe.config import RunConfig
 from ray_pipe.resume import Resume, default_folder, find_resume
-from tests.local_pipeline import fingerprint
-from tests.saved_runs import SavedRun
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from saved_runs import SavedRun
 
 from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.config import RunConfig
 from ray_pipe.flags import build_config, parse_flags
-from tests.saved_runs import SavedRun
 
 
 @pytest.fixture(scope="module")

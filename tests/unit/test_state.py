@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_pipeline import DIRECTQ, Bench, Run, acsgd, fingerprint, same_bits, state_of
 from torch import nn
 
 from compressors.registry import CodecSpec
@@ -19,7 +20,6 @@ from stages.record import StepRecord
 from stages.rehearsal import LocalPipeline
 from stages.state import StageState, StateError
 from stages.state_tree import ARRAY, from_tree, to_tree
-from tests.local_pipeline import DIRECTQ, Bench, Run, acsgd, fingerprint, same_bits, state_of
 
 SMALL = replace(Bench().shape, layers=2)
 ROW_NBYTES = 8 * 32 * 2
