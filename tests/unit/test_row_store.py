@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.embedding import row_core, row_store_twin
+from stages.embedding import row_core, row_store_twin, row_twin_rows
 from stages.embedding.row_errors import (
     ConflictError,
     NonFiniteGradientError,
@@ -530,3 +530,172 @@ def test_training_and_pruning_give_the_twin_s_bits(optimizer: Any, dim: int, chu
     assert oldest_first(pair[0]) == oldest_first(pair[1])
     same = ("rows", "alive_chunks", "steps", "epoch", "row_bytes")
     assert len({tuple(rows.stats()[name] for name in same) for rows in pair}) == 1
+
+
+def fused_sgd(self: Any, row: Any, gradient: Any, count: Any, step: Any, epoch: int) -> Any:
+    """The mutant: a multiply-add that rounds once, as some compilers make it."""
+    weights = (
+        self.read(row).astype(np.float64) + float(step[0]) * gradient.astype(np.float64)
+    ).astype(np.float32)
+    return self.rewrite(row, weights)
+
+
+def test_mutant_a_fused_multiply_add_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = np.arange(50, dtype=np.int64)
+    gradients = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
+
+    def both_cores() -> list[dict[int, bytes]]:
+        pair = [table(core, optimizer=Sgd(lr=0.3)) for core in CORES]
+        for rows in pair:
+            rows.lookup(keys)
+            rows.apply(keys, gradients)
+        return [everything(rows) for rows in pair]
+
+    native, twin = both_cores()
+    assert native == twin
+    monkeypatch.setattr(row_twin_rows.Shape, "optimize", fused_sgd)
+    native, twin = both_cores()
+    assert native != twin
+
+
+def test_mutant_pushes_that_refresh_recency_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = row_store_twin.RowTable.apply
+
+    def touching(self: Any, keys: Any, *rest: Any) -> Any:
+        for key in keys.tolist():
+            self.touch(key)
+        return apply(self, keys, *rest)
+
+    def orders() -> list[list[int]]:
+        pair = [table(core, evict="lru") for core in CORES]
+        for rows in pair:
+            rows.lookup(ids(1, 2, 3))
+            rows.apply(ids(1), np.ones((1, 8), np.float32))
+        return [oldest_first(rows) for rows in pair]
+
+    assert orders() == [[1, 2, 3], [1, 2, 3]]
+    monkeypatch.setattr(row_store_twin.RowTable, "apply", touching)
+    assert orders() == [[1, 2, 3], [2, 3, 1]]
+
+
+# --- pruning --------------------------------------------------------------------------------------
+
+
+@both
+def test_pruned_chunks_read_zero_and_regrow_from_zero_with_fresh_state(core: str) -> None:
+    rows = table(core, dim=8, chunks=4, optimizer=Adagrad(lr=0.1))
+    rows.lookup(ids(1))
+    loud = np.repeat(np.array([[4, 3, 2, 1]], np.float32), 2, axis=1)
+    rows.apply(ids(1), loud)
+
+    assert rows.prune(keep=0.5) == (1, 2, 0, 0, 2)
+    assert (rows.multi_get(ids(1))[0][0, 4:] == 0).all()
+    rows.apply(ids(1), loud)  # alive chunks only
+    assert (rows.multi_get(ids(1))[0][0, 4:] == 0).all()
+    quiet = np.zeros((1, 8), np.float32)
+    quiet[0, 6:] = 100  # pruned, but still scored
+    rows.apply(ids(1), quiet)
+    assert rows.prune(keep=0.5) == (1, 1, 1, 0, 2)
+
+    part = next(rows.scan())
+    assert part.alive.tolist() == [0b1001]
+    weights, sums = part.parts()[0]
+    assert weights[6:].tolist() == [0, 0]
+    assert sums[6:].tolist() == [0, 0]
+    assert sums[:2].tolist() == [32, 32]
+
+
+@both
+def test_utility_counts_occurrences_and_decays_with_each_prune(core: str) -> None:
+    rows = table(core, dim=2, chunks=2, decay=0.5, utility_scale=1.0)
+    rows.lookup(ids(1, 2))
+    rows.apply(ids(1, 2), np.ones((2, 2), np.float32), counts=np.array([1000, 1], np.float32))
+
+    def utilities() -> dict[int, list[float]]:
+        part = next(rows.scan())
+        return dict(zip(part.keys.tolist(), part.utilities().tolist(), strict=True))
+
+    assert utilities() == {1: [1000, 1000], 2: [1, 1]}
+    rows.prune(keep=1.0)
+    rows.prune(keep=1.0)
+    rows.apply(ids(2), np.zeros((1, 2), np.float32))
+    assert utilities()[2] == [0.25, 0.25]
+
+
+@both
+def test_a_row_without_chunks_and_without_utility_is_dropped(core: str) -> None:
+    rows = table(core, dim=2, chunks=2)
+    rows.lookup(ids(1, 2))
+    rows.apply(ids(1), np.ones((1, 2), np.float32))
+
+    assert rows.prune(keep=0.0).dropped_rows == 1
+    assert list(everything(rows)) == [1]
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_pruning_gives_memory_back_to_the_system() -> None:
+    store = RowStore(capacity="512MiB", pages="4k", slab="256KiB", core="native")
+    rows = store.table("t", dim=64, chunks=8, optimizer=RowAdagrad(lr=0.1), init=Uniform(0.1))
+    keys = np.arange(200_000, dtype=np.int64)
+    before = resident_bytes()
+    for part in np.split(keys, 20):
+        rows.lookup(part)
+        rows.apply(part, np.random.default_rng(0).standard_normal((10_000, 64)).astype(np.float32))
+    full = resident_bytes() - before
+    target = int(0.35 * store.stats()["used_bytes"])
+
+    rows.prune(target)
+    store.compact()
+
+    left = resident_bytes() - before
+    used = store.stats()["used_bytes"]
+    assert rows.stats()["alive_chunks"] < 0.35 * 8 * 200_000
+    assert used < 1.1 * target
+    assert left < 0.5 * full
+    assert rows.multi_get(keys)[1].all()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@both
+def test_a_restored_table_goes_on_bit_for_bit(core: str) -> None:
+    random = np.random.default_rng(5)
+    options: dict[str, Any] = {"dim": 8, "chunks": 4, "optimizer": Adam(lr=0.1)}
+    options |= {"max_rows": 50, "evict": "lru"}
+    first = table(core, **options)
+
+    def train(rows: RowTable, turns: list[Any]) -> None:
+        for keys, gradients in turns:
+            rows.lookup(keys)
+            rows.apply(keys, gradients)
+
+    def some(count: int) -> list[Any]:
+        return [
+            (
+                random.integers(0, 80, 12).astype(np.int64),
+                random.standard_normal((12, 8)).astype(np.float32),
+            )
+            for _ in range(count)
+        ]
+
+    train(first, some(20))
+    first.prune(keep=0.7)
+    parts = list(first.scan(limit=7))
+    order = np.argsort(np.concatenate([p.recency for p in parts]), kind="stable")
+    second = table(core, **options)
+    second.restore(
+        np.concatenate([p.keys for p in parts])[order],
+        np.ascontiguousarray(np.concatenate([p.raw for p in parts])[order]),
+    )
+    second.restore_progress(steps=first.stats()["steps"], epoch=first.stats()["epoch"])
+    later = some(30)
+    train(first, later)
+    train(second, later)
+
+    assert everything(first) == everything(second)
+    assert oldest_first(first) == oldest_first(second)

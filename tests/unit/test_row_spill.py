@@ -1,0 +1,196 @@
+"""Rows below the table: they come back bit for bit and are never lost by a disk that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stages.embedding.row_errors import RowsOnDiskError, StoreFullError
+from stages.embedding.row_rules import Adam, RowAdagrad, Uniform
+from stages.embedding.row_spill import LmdbTier, Name, SpillCorruptError, SpillingTable
+from stages.embedding.row_store import RowStore
+
+CORES = ["native", "twin"]
+both = pytest.mark.parametrize("core", CORES)
+
+
+def spilling(core: str, path: Path, **options: Any) -> SpillingTable:
+    store = RowStore(capacity="8MiB", slab="64KiB", pages="4k", core=core)
+    options = {"dim": 8, "chunks": 4, "optimizer": Adam(lr=0.1), "max_rows": 40} | options
+    table = store.table("t", init=Uniform(0.1), spill=True, **options)
+    return SpillingTable(store, table, LmdbTier(path, max_bytes=1 << 28))
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def everything(rows: Any) -> dict[int, bytes]:
+    return {
+        key: raw.tobytes()
+        for part in rows.scan(limit=17)
+        for key, raw in zip(part.keys.tolist(), part.raw, strict=True)
+    }
+
+
+@both
+def test_rows_come_back_bit_for_bit_with_state_and_utilities(core: str, tmp_path: Path) -> None:
+    rows = spilling(core, tmp_path)
+    random = np.random.default_rng(0)
+    some = np.arange(30, dtype=np.int64)
+    rows.lookup(some)
+    for _ in range(3):
+        rows.table.apply(some, random.standard_normal((30, 8)).astype(np.float32))
+    rows.table.prune(keep=0.6)
+    before = everything(rows.table)
+
+    assert rows.spill_out(20) == 20
+    assert rows.table.stats()["spilled_rows"] == 20
+    assert everything(rows) == before  # a scan reads them from disk
+    with pytest.raises(RowsOnDiskError, match="20 of 30 ids are spilled"):
+        rows.table.lookup(some)
+    assert rows.announce(some) == 20
+
+    assert everything(rows.table) == before
+    assert rows.table.stats()["spilled_rows"] == 0
+    assert rows.tier.read_batch([]) == []
+
+
+@both
+def test_a_capped_table_with_a_disk_trains_as_one_without_a_cap(core: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    capped = spilling(core, tmp_path, optimizer=RowAdagrad(lr=0.1))
+    store = RowStore(capacity="8MiB", slab="64KiB", pages="4k", core=core)
+    free = store.table(
+        "t", dim=8, chunks=4, optimizer=RowAdagrad(lr=0.1), init=Uniform(0.1), evict="lru"
+    )
+    for _ in range(40):
+        keys = (random.zipf(1.3, 25) % 300).astype(np.int64)
+        gradients = random.standard_normal((25, 8)).astype(np.float32)
+        assert capped.lookup(keys)[0].tobytes() == free.lookup(keys)[0].tobytes()
+        assert capped.table.apply(keys, gradients).dropped == 0
+        free.apply(keys, gradients)
+        stats = capped.table.stats()
+        assert stats["rows"] - stats["spilled_rows"] <= 40
+
+    assert capped.spilled > 100
+    assert capped.recalled > 50
+    assert everything(capped) == everything(free)
+
+
+def test_more_ids_in_one_call_than_fit_are_refused(tmp_path: Path) -> None:
+    rows = spilling("native", tmp_path)
+
+    with pytest.raises(StoreFullError, match="found no room"):
+        rows.lookup(np.arange(41, dtype=np.int64))
+
+
+@both
+def test_an_old_snapshot_still_sees_the_row_it_saw(core: str, tmp_path: Path) -> None:
+    rows = spilling(core, tmp_path)
+    rows.lookup(ids(1, 2))
+    before = everything(rows.table)
+    rows.spill_out(2)
+    snapshot = rows._store.snapshot()
+    rows.announce(ids(1, 2))
+    rows.table.apply(ids(1, 2), np.ones((2, 8), np.float32))
+    rows.spill_out(2)
+    rows.announce(ids(1))
+
+    then = {
+        key: raw.tobytes()
+        for part in rows.scan(snapshot)
+        for key, raw in zip(part.keys.tolist(), part.raw, strict=True)
+    }
+    snapshot.close()
+
+    assert then == before
+    assert everything(rows) != before
+
+
+# --- a disk that fails ----------------------------------------------------------------------------
+
+
+class FullDisk(LmdbTier):
+    def write_batch(self, names: Sequence[Name], records: Sequence[bytes]) -> None:
+        raise OSError("no space left on device")
+
+
+class MarkerFirst(SpillingTable):
+    """The mutant: rows are replaced by markers before they are durable."""
+
+    def _move(self, keys: Any, stamps: Any, raw: Any) -> int:
+        marked = int(self.table.core.mark_spilled(keys, stamps))
+        names = list(zip(keys.tolist(), stamps.tolist(), strict=True))
+        self.tier.write_batch(names, [record.tobytes() for record in raw])
+        return marked
+
+
+def lost_rows(kind: type[SpillingTable], path: Path) -> int:
+    rows = spilling("native", path)
+    rows.tier.close()
+    failing = kind(rows._store, rows.table, FullDisk(path, max_bytes=1 << 28))
+    failing.lookup(np.arange(10, dtype=np.int64))
+    with pytest.raises(OSError, match="no space left"):
+        failing.spill_out(5)
+    return failing.table.stats()["spilled_rows"]
+
+
+def test_a_disk_that_refuses_changes_nothing(tmp_path: Path) -> None:
+    assert lost_rows(SpillingTable, tmp_path) == 0
+
+
+def test_mutant_a_marker_before_the_write_is_durable_loses_rows(tmp_path: Path) -> None:
+    assert lost_rows(MarkerFirst, tmp_path) == 5
+
+
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path) -> None:
+    rows = spilling("native", tmp_path)
+    rows.lookup(ids(7))
+    rows.spill_out(1)
+    tier = rows.tier
+    assert isinstance(tier, LmdbTier)
+    with tier._env.begin(write=True) as txn:
+        key, value = next(iter(txn.cursor()))
+        txn.put(key, value[:-1] + b"\x55")
+
+    with pytest.raises(SpillCorruptError, match=r"row 7 of stamp .* damaged"):
+        rows.announce(ids(7))
+    with tier._env.begin(write=True) as txn:
+        txn.delete(key)
+    with pytest.raises(SpillCorruptError, match="missing"):
+        rows.announce(ids(7))
+
+
+def test_records_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
+    rows = spilling("native", tmp_path)
+    tier = rows.tier
+    assert isinstance(tier, LmdbTier)
+    rows.lookup(np.arange(20, dtype=np.int64))
+    for _ in range(5):
+        rows.spill_out(20)
+        rows.announce(np.arange(20, dtype=np.int64))
+
+    assert tier._env.stat()["entries"] <= 20
+
+
+def test_a_row_that_changed_after_it_was_written_stays(tmp_path: Path) -> None:
+    rows = spilling("native", tmp_path)
+    rows.lookup(ids(1))
+    keys, stamps = np.zeros(1, np.int64), np.zeros(1, np.uint64)
+    raw = np.zeros((1, rows.table.core.record_bytes), np.uint8)
+    rows.table.core.oldest(keys, stamps, raw)
+    rows.table.apply(ids(1), np.ones((1, 8), np.float32))
+
+    assert rows._move(keys, stamps, raw) == 0
+    assert rows.table.stats()["spilled_rows"] == 0
+
+
+def test_only_a_table_made_for_it_can_spill(tmp_path: Path) -> None:
+    store = RowStore(capacity="8MiB", slab="64KiB", core="native")
+    with pytest.raises(ValueError, match="spill=True"):
+        SpillingTable(store, store.table("t", dim=2), LmdbTier(tmp_path, max_bytes=1 << 24))
