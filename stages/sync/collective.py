@@ -42,7 +42,10 @@ class Collective:
         value = coder.join(values)
         if not plan.keep:
             return SyncResult(value=value, contributors=plan.peers, nbytes=nbytes)
-        delta = coder.combine([value, coder.join(kept), vector], [1.0, 1.0, -1.0])
+        if coder.is_exact:  # nothing was lost
+            delta = coder.combine([value, vector], [1.0, -1.0])
+        else:
+            delta = coder.combine([value, coder.join(kept), vector], [1.0, 1.0, -1.0])
         return SyncResult(delta=delta, contributors=plan.peers, nbytes=nbytes)
 
     async def _direct(self, plan: SyncPlan, vector: Any) -> tuple[list[Any], list[Any], int]:
@@ -54,7 +57,7 @@ class Collective:
         nbytes = 0
         for index in _others(place, num):
             packet, read = await self._encode(f"up/{num}/{index}", pieces[index], plan)
-            kept[index] = coder.combine([pieces[index], read], [1.0, -1.0])
+            kept[index] = self._lost(pieces[index], read, 1)
             nbytes += self._inbox.send(members[index], "up", tag, part=index, packet=packet)
         packets = await self._inbox.collect(
             "up",
@@ -64,7 +67,7 @@ class Collective:
         )
         mean = await self._lane.run("decode", "reduce", -1, self._mean, packets, pieces, place)
         packet, read = await self._encode(f"down/{num}/{place}", mean, plan)
-        kept[place] = coder.combine([mean, read], [float(num), -float(num)])
+        kept[place] = self._lost(mean, read, num)
         for index in _others(place, num):
             nbytes += self._inbox.send(members[index], "down", tag, part=place, packet=packet)
         others = [index for index in range(num) if index != place]
@@ -94,7 +97,7 @@ class Collective:
         total = pieces[place]
         for _ in range(num - 1):
             packet, read = await self._encode(f"pass/{num}/{part}", total, plan)
-            kept[part] = coder.combine([total, read], [1.0, -1.0])
+            kept[part] = self._lost(total, read, 1)
             nbytes += self._inbox.send(after, "pass", tag, part=part, packet=packet)
             part = (part - 1) % num
             (packet,) = await self._inbox.collect(
@@ -103,7 +106,7 @@ class Collective:
             total = coder.combine([await self._decode(packet), pieces[part]], [1.0, 1.0])
         mean = coder.combine([total], [1.0 / num])
         packet, read = await self._encode(f"share/{num}/{part}", mean, plan)
-        kept[part] = coder.combine([mean, read], [float(num), -float(num)])
+        kept[part] = self._lost(mean, read, num)
         values: list[Any] = [None] * num
         values[part] = read
         for _ in range(num - 1):
@@ -117,9 +120,15 @@ class Collective:
         return values, kept, nbytes
 
     async def _encode(self, slot: str, vector: Any, plan: SyncPlan) -> tuple[Any, Any]:
-        if plan.exact:
+        if plan.exact or self._coder.is_exact:  # a view, no work for a lane
             return self._coder.encode(slot, vector, exact=True)
         return await self._lane.run("encode", slot, -1, self._coder.encode, slot, vector)
+
+    def _lost(self, meant: Any, read: Any, times: int) -> Any:
+        """What the others do not know of, for as many of them as it was meant for."""
+        if self._coder.is_exact:
+            return meant
+        return self._coder.combine([meant, read], [float(times), -float(times)])
 
     async def _decode(self, packet: Any) -> Any:
         return await self._lane.run("decode", "reduce", -1, self._coder.decode, packet)

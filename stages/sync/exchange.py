@@ -61,6 +61,12 @@ class Exchange:
         self.anchor: Any = None
         """What all replicas started from; lossy codecs code the way from it, which is smaller."""
 
+        self._work: dict[str, Callable[[SyncPlan, Any], Coroutine[Any, Any, SyncResult]]] = {
+            "reduce": self._collective.reduce,
+            "mailbox": self.updates.mix,
+            "swap": self.swap.meet,
+            "fetch": self._fetch,
+        }
         self._last: tuple[int, Any] = (-1, None)
         post.handlers["give"] = self._give
         post.handlers["again"] = self._again
@@ -115,16 +121,10 @@ class Exchange:
 
     async def _run(self, plan: SyncPlan, vector: Any) -> SyncResult:
         start = asyncio.get_running_loop().time()
-        work: dict[str, Callable[[SyncPlan, Any], Coroutine[Any, Any, SyncResult]]] = {
-            "reduce": self._collective.reduce,
-            "mailbox": self.updates.mix,
-            "swap": self.swap.meet,
-            "fetch": self._fetch,
-        }
         if plan.keep or plan.op == "swap":
             vector = self._from_anchor(vector)
         try:
-            result = await work[plan.op](plan, vector)
+            result = await self._work[plan.op](plan, vector)
             if plan.op == "mailbox":
                 return result
             self.inbox.check((plan.epoch, plan.number))

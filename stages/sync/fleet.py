@@ -135,6 +135,9 @@ class Fleet:
     detect_s: float = 1.0
     """From a death to the moment when the others hear of it."""
 
+    capacity: int | None = None
+    """Most replicas that there will ever be, newcomers included."""
+
     on_step: Callable[[int, int], None] | None = None
     assembly: type[Assembly] = Assembly
     """A test that breaks a rule gives its own."""
@@ -144,7 +147,8 @@ class Fleet:
     def __post_init__(self) -> None:
         self.num_stages = len(self.trainers[0].shards)
         num = len(self.trainers)
-        self.topology = self.topology or Topology.uniform(num_nodes(num, self.num_stages))
+        most = self.capacity or num
+        self.topology = self.topology or Topology.uniform(num_nodes(most, self.num_stages))
         self.dead: set[int] = set()
         self.epoch = 0
         self.links: dict[tuple[int, int], LinkLike] = {}
@@ -155,8 +159,9 @@ class Fleet:
             and self.wrap_link is None
         )
         self._fans: dict[int, Link] = {}
+        self._num_delivered = 0
         self._posts: dict[int, Post] = {}
-        self._generator_node = num * self.num_stages
+        self._generator_node = most * self.num_stages
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._parts = self.assembly(self.sync, range(num))
         self._anchors = [shard.parameters() for shard in self.trainers[0].shards]
@@ -210,7 +215,11 @@ class Fleet:
         k = max(self.replicas[r].k for r in alive) + 2
         k = k if self.sync.name in LOCKSTEP else self.replicas[donor].k + 1
         k += -k % every
-        self.trainers = [*self.trainers, trainer]
+        if index >= (self.capacity or len(self.replicas)):
+            raise ValueError(
+                f"replica {index} has no node: the fleet was built for "
+                f"{self.capacity or len(self.replicas)}; give it a larger `capacity`"
+            )
         self.dead.discard(index)
         for key in [key for key in self.links if self._node_of(index, 0) in key]:
             del self.links[key]
@@ -320,6 +329,10 @@ class Fleet:
             there = (node + 1) % (self._generator_node + 1)
 
             def deliver(letter: _Addressed) -> None:
+                self._num_delivered += 1
+                if self._num_delivered % 65536 == 0:  # nobody reads the spans of so many letters
+                    for fan in self._fans.values():
+                        fan.drain_spans()
                 if letter.node // self.num_stages not in self.dead:
                     self._posts[letter.node].on_frame(letter.frame)
 

@@ -49,8 +49,6 @@ class _Member:
 
     satisfied: int = 0
     group: int | None = None
-    parked: bool = False
-    """Has asked and is waiting until somebody else is idle."""
 
 
 @dataclass(slots=True)
@@ -89,6 +87,7 @@ class GroupGenerator:
         self._patience = patience or Patience()
         self._members: dict[int, _Member] = {}
         self._idle: dict[int, None] = {}  # in order of becoming idle
+        self._parked: dict[int, None] = {}  # have asked and wait until somebody else is idle
         self._groups: dict[int, _Group] = {}
         self._next_gid = 0
         self._recent: deque[tuple[int, tuple[int, ...]]] = deque()  # round, members
@@ -156,8 +155,8 @@ class GroupGenerator:
     def gone(self, replica: int, *, now: float) -> list[Notice]:
         """A replica is dead; its group goes on without it."""
         member = self._members.pop(replica, None)
-        self._idle.pop(replica, None)
-        self._apart.pop(replica, None)
+        for table in (self._idle, self._parked, self._apart):
+            table.pop(replica, None)
         if member is None or member.group is None:
             return []
         return self._cancel(member.group, now=now, but=replica)
@@ -208,13 +207,14 @@ class GroupGenerator:
             for r, counter in state["counters"].items()
         }
         self._idle = dict.fromkeys(sorted(self._members))
+        self._parked = {}
 
     # --- groups ----------------------------------------------------------------------------------
 
     def _serve(self, replica: int, now: float) -> list[Notice]:
         member = self._members[replica]
         if member.group is None and self._awaits_a_bridge(replica):
-            member.parked = True
+            self._parked[replica] = None
             return []
         if member.group is None and not self._divide(replica):
             return self._solo_or_park(replica, member)
@@ -222,8 +222,8 @@ class GroupGenerator:
         return self._arrive(replica, member.group, now)
 
     def _arrive(self, replica: int, gid: int, now: float) -> list[Notice]:
-        group, member = self._groups[gid], self._members[replica]
-        member.parked = False
+        group = self._groups[gid]
+        self._parked.pop(replica, None)
         if replica not in group.arrived:
             group.arrived[replica] = now
             if group.is_complete:
@@ -284,7 +284,7 @@ class GroupGenerator:
             for other in self._members.values()
         )
         if can_wait:
-            member.parked = True
+            self._parked[replica] = None
             self.counts["parked"] += 1
             return []
         self.counts["solo"] += 1
@@ -292,11 +292,13 @@ class GroupGenerator:
 
     def _serve_parked(self, now: float) -> list[Notice]:
         notices: list[Notice] = []
-        for replica in [w for w in self._idle if self._members[w].parked]:
-            member = self._members[replica]
-            if member.parked and member.group is not None:
-                notices += self._arrive(replica, member.group, now)
-            elif member.parked and not self._awaits_a_bridge(replica) and self._divide(replica):
+        for replica in list(self._parked):
+            if replica not in self._parked:
+                continue  # served together with an earlier one
+            gid = self._members[replica].group
+            if gid is not None:
+                notices += self._arrive(replica, gid, now)
+            elif not self._awaits_a_bridge(replica) and self._divide(replica):
                 notices += self._serve(replica, now)
         return notices
 
@@ -335,7 +337,7 @@ class GroupGenerator:
             for replica in there:
                 notices += self._arrive(replica, fresh, now)
         elif there:
-            self._members[there[0]].parked = True
+            self._parked[there[0]] = None
         return notices + self._serve_parked(now)
 
     # --- isolation guard -------------------------------------------------------------------------

@@ -77,14 +77,14 @@ class VectorCoder:
             # No grid holds it, and hiding it would be worse: the norm sees it and skips the step.
             self.num_nonfinite += 1
             return _identity(vector), vector
-        meta = {**packet.meta, "values": vector.numel()} if _is_padded(vector) else packet.meta
+        meta = {**packet.meta, "num_values": vector.numel()} if _is_padded(vector) else packet.meta
         packet = replace(packet, meta=meta)
         return packet, self.decode(packet)
 
     def decode(self, packet: Packet) -> Tensor:
         """The vector of a packet, from the packet alone."""
         flat = decode_any(packet).reshape(-1)
-        num = packet.meta.get("values")
+        num = packet.meta.get("num_values")
         return flat[:num] if isinstance(num, int) else flat
 
     def mean(self, vectors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,199 @@
+"""Time per iteration of every sync strategy, homogeneous and with stragglers, in virtual time.
+
+    python benchmarks/sync_strategies.py                      16 replicas, the table and the JSON
+    python benchmarks/sync_strategies.py --scale 125,250,500,1000   cost of simulating Ripples
+
+Costs as in the spec's reference: compute U(1, 1.1), the model takes 0.1 on an uplink, latency
+0.02. The classes are those that run in earnest; only compute and tensors are priced. With
+`--loss` a small quadratic is trained as well and the loss of the mean model is shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from bench import arguments, markdown, write
+
+from netsim.clock import run_virtual
+from netsim.topology import Topology
+from stages.sync.fleet import PRICED_WIRE, Fleet, PricedCoder, num_nodes, scaled_wire
+from stages.sync.problems import ComputeTime, Priced, Quadratic
+from stages.sync.slowness import draw, parse_slow, slow_factor
+from stages.sync.strategies import SyncSpec
+
+MODEL_NBYTES = 1_000_000
+TRANSFER_S = 0.1
+LATENCY_S = 0.02
+DIM = 32
+
+STRATEGIES = {
+    "all-reduce, ring": SyncSpec(name="allreduce"),
+    "all-reduce, direct": SyncSpec(name="allreduce", route="direct"),
+    "local, 8 steps": SyncSpec(name="local", local_steps=8, outer_lr=1.0, outer_momentum=0.0),
+    "ripples, static (ruler)": SyncSpec(name="ripples", groups="ruler"),
+    "ripples, groups of 4": SyncSpec(name="ripples", slowdown_threshold=0),
+    "ripples, groups of 4, filter": SyncSpec(name="ripples"),
+    "ripples, pairs, filter": SyncSpec(name="ripples", group_size=2),
+    "ad-psgd": SyncSpec(name="ad-psgd"),
+    "hop": SyncSpec(name="hop"),
+    "hop, backup 1": SyncSpec(name="hop", backup_workers=1),
+    "hop, stale 5": SyncSpec(name="hop", staleness=5),
+    "hop, backup 1, skip 8": SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8),
+}
+
+
+def compute_time(num: int, slow: str, seed: int) -> ComputeTime:
+    causes = parse_slow(slow, num_replicas=num)
+
+    def compute_s(replica: int, k: int) -> float:
+        factor = slow_factor(causes, replica, k, seed=seed)
+        return factor * (1.0 + 0.1 * draw(seed, replica, k, "base"))
+
+    return compute_s
+
+
+def make_fleet(sync: SyncSpec, num: int, slow: str, *, seed: int, loss: bool, watch: Any) -> Fleet:
+    compute_s = compute_time(num, slow, seed)
+    rate_bps = 8 * MODEL_NBYTES / TRANSFER_S
+    topology = Topology.uniform(num_nodes(num), bandwidth_bps=rate_bps, latency_s=LATENCY_S)
+    if not loss:
+        return Fleet(
+            sync=sync,
+            trainers=[Priced(r, compute_s=compute_s) for r in range(num)],
+            topology=topology,
+            wire=PRICED_WIRE,
+            coder_of=lambda: PricedCoder(MODEL_NBYTES),
+            on_step=watch,
+        )
+    start = torch.zeros(DIM, dtype=torch.float64)
+    trainers = [
+        Quadratic(
+            r, start=start, optimum=torch.ones_like(start), lr=0.02, noise=0.5,
+            compute_s=compute_s, seed=seed,
+        )
+        for r in range(num)
+    ]  # fmt: skip
+    wire = scaled_wire(MODEL_NBYTES / (8 * DIM))
+    return Fleet(sync=sync, trainers=trainers, topology=topology, wire=wire, on_step=watch)
+
+
+def measure(sync: SyncSpec, num: int, slow: str, seconds: float, *, seed: int, loss: bool) -> Any:
+    """One run; time per iteration is that of the median replica."""
+    iteration = [0] * num
+    gap = 0
+
+    def watch(replica: int, k: int) -> None:
+        nonlocal gap
+        iteration[replica] = k
+        if k % 8 == 0:
+            gap = max(gap, max(iteration) - min(iteration))
+
+    async def main() -> Fleet:
+        fleet = make_fleet(sync, num, slow, seed=seed, loss=loss, watch=watch)
+        await fleet.run_for(seconds)
+        return fleet
+
+    fleet = run_virtual(main())
+    replicas = fleet.replicas.values()
+    steps = statistics.median(replica.num_run for replica in replicas)
+    waits: dict[str, float] = {}
+    for replica in replicas:
+        for cause, waited_s in replica.waited.items():
+            waits[cause] = waits.get(cause, 0.0) + waited_s / num
+    generator = fleet.generator.generator.stats() if fleet.generator else {}
+    result: dict[str, Any] = {
+        "iteration_s": seconds / steps,
+        "slowest_iteration_s": seconds / max(1, min(replica.num_run for replica in replicas)),
+        "largest_gap": gap,
+        "skipped": sum(replica.num_skipped for replica in replicas),
+        "waited_s": waits,
+        "mb_per_iteration": fleet.nbytes() / 1e6 / sum(r.num_run for r in replicas),
+        "control_share": fleet.nbytes("control") / max(1, fleet.nbytes()),
+        "generator": generator,
+    }
+    if loss:
+        mean = torch.stack([replica.trainer.x for replica in replicas]).mean(0)  # type: ignore[attr-defined]
+        result["loss"] = float((mean - 1).pow(2).sum() / 2)
+    return result
+
+
+def table(args: Any) -> dict[str, Any]:
+    cases = {"homogeneous": "", f"random 6x, p=1/{args.replicas}": f"random:6x@{1 / args.replicas}"}
+    cases |= {f"one {f}x": f"2:{f}x" for f in (2, 4, 6)}
+    found: dict[str, dict[str, Any]] = {}
+    for name, sync in STRATEGIES.items():
+        found[name] = {
+            case: measure(sync, args.replicas, slow, args.seconds, seed=args.seed, loss=args.loss)
+            for case, slow in cases.items()
+        }
+        print(name, {case: round(row["iteration_s"], 2) for case, row in found[name].items()})
+    base = found["all-reduce, ring"]
+    rows = []
+    for name, row in found.items():
+        four = row["one 4x"]
+        waits = sorted(four["waited_s"].items(), key=lambda item: -item[1])[:2]
+        counts = four["generator"]
+        rows.append(
+            [
+                name,
+                *(f"{row[case]['iteration_s']:.2f}" for case in cases),
+                f"{base['one 4x']['iteration_s'] / four['iteration_s']:.2f}x",
+                str(four["largest_gap"]),
+                f"{four['mb_per_iteration']:.2f}",
+                ", ".join(f"{cause} {100 * s / args.seconds:.0f} %" for cause, s in waits),
+                f"{counts.get('cancelled', 0):.0f}" if counts else "-",
+                *([f"{four['loss']:.2g}"] if args.loss else []),
+            ]
+        )
+    head = ["strategy", *cases, "4x: over ring", "gap", "MB/iteration", "waits", "cancelled"]
+    print("\n" + markdown(head + (["loss"] if args.loss else []), rows))
+    return {"replicas": args.replicas, "seconds": args.seconds, "strategies": found}
+
+
+def scale(sizes: list[int], num_steps: int) -> list[dict[str, float]]:
+    """CPU seconds to simulate so many iterations of Ripples."""
+    curve = []
+    for num in sizes:
+
+        async def main(num: int = num) -> Fleet:
+            sync = SyncSpec(name="ripples")
+            fleet = make_fleet(sync, num, "2:4x", seed=0, loss=False, watch=None)
+            await fleet.run(num_steps)
+            return fleet
+
+        start, cpu = time.perf_counter(), time.process_time()
+        run_virtual(main())
+        row = {
+            "replicas": num,
+            "iterations": num_steps,
+            "wall_s": time.perf_counter() - start,
+            "cpu_s": time.process_time() - cpu,
+        }
+        row["cpu_us_per_iteration"] = 1e6 * row["cpu_s"] / num / num_steps
+        curve.append(row)
+        print({key: round(value, 2) for key, value in row.items()}, flush=True)
+    return curve
+
+
+def main() -> None:
+    parser = arguments("sync_strategies", __doc__ or "")
+    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loss", action="store_true")
+    parser.add_argument("--scale", default="", help="numbers of replicas, joined by commas")
+    parser.add_argument("--steps", type=int, default=100, help="iterations of --scale")
+    args = parser.parse_args()
+    if args.scale:
+        result: Any = {"scale": scale([int(n) for n in args.scale.split(",")], args.steps)}
+        args.out = args.out.with_name("sync_scale.json") if args.out.name else args.out
+    else:
+        result = table(args)
+    write(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

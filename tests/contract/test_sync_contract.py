@@ -1,0 +1,71 @@
+"""What every sync strategy promises, with every codec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compressors.registry import CODECS, CodecSpec
+from stages.sync.fleet import Fleet
+from stages.sync.strategies import RULES, STRATEGIES, SyncSpec
+from tests.unit.fleets import mean_of, quadratics, run_fleet
+
+
+def spec(name: str, codec: str = "fp32") -> SyncSpec:
+    return SyncSpec(
+        name=name, codec=CodecSpec(name=codec, bits=4, density=0.3), group_size=2, warmup=2,
+        outer_lr=1.0, outer_momentum=0.0, graph="ring",
+    )  # fmt: skip
+
+
+def test_every_strategy_has_a_rule() -> None:
+    assert [*RULES] == [*STRATEGIES]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("codec", [*CODECS, "directq+ef", "directq+zstd"])
+def test_every_strategy_learns_with_every_codec(name: str, codec: str) -> None:
+    trainers = quadratics(3, spread=0.2, dim=600, dtype=torch.float32, lr=0.2)
+    before = float((mean_of(trainers) - 1).norm())
+    run_fleet(trainers, spec(name, codec), 10)
+
+    assert float((mean_of(trainers) - 1).norm()) < 0.75 * before
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_saved_loads_and_the_run_goes_on(name: str) -> None:
+    first = quadratics(4, spread=0.2)
+    fleet = run_fleet(first, spec(name, "directq"), 5)
+    saved = [replica.state_dict() for replica in fleet.replicas.values()]
+    second = quadratics(4, spread=0.2)
+
+    def load(fleet: Fleet) -> None:
+        for index, replica in fleet.replicas.items():
+            replica.load_state_dict(saved[index])
+            second[index].shards[0].x = first[index].x.clone()
+            assert same(replica.strategy.state_dict(), saved[index]["strategy"])
+            assert same([r.state_dict() for r in replica.rules], saved[index]["rules"])
+
+    resumed = run_fleet(second, spec(name, "directq"), 9, during=load)
+
+    assert all(replica.k == 9 and replica.num_run == 4 for replica in resumed.replicas.values())
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_replica_alone_simply_trains(name: str) -> None:
+    trainers = quadratics(1, spread=0.2)
+    run_fleet(trainers, spec(name), 60)
+
+    assert float((trainers[0].x - trainers[0]._optimum).norm()) < 0.5
