@@ -81,6 +81,9 @@ class Trained:
     states: list[dict[str, Any]] = field(default_factory=list)
     """Weights and optimizer of each stage after the arm's own steps, if they were asked for."""
 
+    sees_links: bool = True
+    """False on a real network that nothing was said about: the prediction cannot be compared."""
+
     saver: Saver | None = None
     eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
     """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
@@ -108,11 +111,14 @@ class Trained:
     def records(self) -> list[StepRecord]:
         return self.first_records + [record for step in self.last_records for record in step]
 
+    @property
+    def predicted_step_s(self) -> float | None:
+        return self.prediction.step_s if self.prediction and self.sees_links else None
+
     def summary(self) -> ArmSummary:
         """The arm as far as it came; its final loss is the mean of its last epoch."""
         window = min(self.arm.order.steps_per_epoch, max(1, self.arm.num_steps))
-        predicted = self.prediction.step_s if self.prediction else None
-        return summarize(self.meter, final_window=window, predicted_step_s=predicted)
+        return summarize(self.meter, final_window=window, predicted_step_s=self.predicted_step_s)
 
 
 def run(
@@ -179,8 +185,7 @@ def run(
                     trained.append(one)
                     plan["predicted_step_s"] = _guess(arms, one)
                     observer.on_arm(arm.name, index, len(arms), arm.num_steps)
-                    predicted = one.prediction.step_s if one.prediction else None
-                    monitor.on_arm(arm.name, index, len(arms), arm.num_steps, predicted)
+                    monitor.on_arm(arm.name, index, len(arms), arm.num_steps, one.predicted_step_s)
                     checkpoints.begin(pipeline, one)
                     train(pipeline, one, observer.on_step)
                     checkpoints.end_steps(pipeline, one)
@@ -240,12 +245,12 @@ def prepare(
     if arm.codec.has_memory:
         for text in check_memory_cap(arm.config, arm.workload.num_train, row_elements=row_elements):
             observer.on_warning(text)
-    prediction = None
+    prediction, cores = None, {info["node"]: info["num_cores"] for info in pipeline.infos}
     if pipeline.transport == "push":  # the simulator knows no other
-        cores = {info["node"]: info["num_cores"] for info in pipeline.infos}
         prediction = predict(arm, costs, sample_shape, num_cores=sum(cores.values()))
         pipeline.expect(prediction.step_s)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
+    one.sees_links = len(cores) == 1 or not arm.topology.is_unlimited
 
     def on_failure(failure: Failure) -> None:
         observer.on_warning(str(failure))
@@ -258,7 +263,7 @@ def prepare(
 
 def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
     """Step times of all arms as far as they can be known now, for the estimate of the time left."""
-    if one.prediction is None:
+    if one.prediction is None or not one.sees_links:
         return {}
     costs, shape = one.prediction.costs, one.prediction.sample_shape
     cores = one.prediction.num_cores
