@@ -41,6 +41,18 @@ def count_valid(targets: Tensor) -> int:
 cross_entropy.count = count_valid  # type: ignore[attr-defined]
 
 
+def binary_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Click loss: the sum over samples of one logit each, in fp32; targets from 0 to 1."""
+    if logits.numel() != targets.numel():
+        raise ValueError(
+            f"{tuple(logits.shape)} logits for {tuple(targets.shape)} labels, expected one each"
+        )
+    total = functional.binary_cross_entropy_with_logits(
+        logits.reshape(-1).float(), targets.reshape(-1).float(), reduction="sum"
+    )
+    return total, int(targets.shape[0])
+
+
 def from_mean(loss: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
     """Adapt a usual loss, which averages over samples, to the sum that a pipeline needs.
 
