@@ -25,6 +25,7 @@ STEPS = 12
 TIMEOUT_S = 420
 TINY = [
     *("--codec", "acsgd", "--steps", str(STEPS), "--stages", "3", "--bandwidth", "20Mbps"),
+    *("--latency", "100ms"),  # steps long enough to strike in between
     *("--model", "gpt-nano", "--micro-batches", "3", "--micro-batch-size", "2"),
     *("--set", "data.num_samples=12", "--set", "model.layers=3", "--set", "model.width=64"),
     *("--set", "codec.rounding=stochastic"),
