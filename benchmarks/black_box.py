@@ -1,7 +1,7 @@
 """What black boxes cost: the default training with and without them, taking turns.
 
-Two numbers: the ratio of step times, pair by pair, and the CPU time of writing a box, which does
-not depend on who else uses the machine.
+Three numbers: the ratio of step times, pair by pair; the ratio of the CPU time of all stages, which
+depends much less on who else uses the machine; and the CPU time of writing one box.
 """
 
 from __future__ import annotations
@@ -30,19 +30,28 @@ def main() -> None:
         f"{cost['nbytes'] / 1e6:.1f} MB"
     )
     steps: dict[str, list[float]] = {"off": [], "auto": []}
+    cpu: dict[str, list[float]] = {"off": [], "auto": []}
     ratios = []
     with stage_actors(4) as actors:
         for turn in range(args.turns):
             medians = {}
             for setting in ("off", "auto") if turn % 2 else ("auto", "off"):
-                times = train(actors, setting, args.steps)[SKIPPED:]
+                times, cpu_s = train(actors, setting, args.steps)
+                times = times[SKIPPED:]
                 steps[setting] += times
+                cpu[setting].append(cpu_s)
                 medians[setting] = median(times)
             ratios.append(medians["auto"] / medians["off"])
-            print(f"turn {turn}: {medians['off']:.3f} s without, {medians['auto']:.3f} s with")
+            print(
+                f"turn {turn}: {medians['off']:.3f} s without, {medians['auto']:.3f} s with; CPU "
+                f"{cpu['off'][-1]:.3f} s and {cpu['auto'][-1]:.3f} s a step"
+            )
     result = {
         "write": cost,
         "step_s": {key: median(own) for key, own in steps.items()},
+        "cpu_step_s": {key: median(own) for key, own in cpu.items()},
+        "cpu_ratio": median(a / b for a, b in zip(cpu["auto"], cpu["off"])),
+        "cpu_ratios": [a / b for a, b in zip(cpu["auto"], cpu["off"])],
         "ratios": ratios,
         "ratio": median(ratios),
         "turns": args.turns,
@@ -51,14 +60,22 @@ def main() -> None:
     rows = [
         ["median step", f"{result['step_s']['off']:.3f} s", f"{result['step_s']['auto']:.3f} s"],
         ["ratio, median of pairs", "1", f"{result['ratio']:.3f}"],
+        [
+            "CPU of all stages a step",
+            f"{result['cpu_step_s']['off']:.3f} s",
+            f"{result['cpu_step_s']['auto']:.3f} s",
+        ],
+        ["ratio, median of pairs", "1", f"{result['cpu_ratio']:.3f}"],
         ["CPU of one write", "-", f"{1e3 * cost['cpu_s']:.1f} ms"],
     ]
     print(markdown(["", "without boxes", "with"], rows))
     write(args.out, result)
 
 
-def train(actors: Any, setting: str, steps: int) -> list[float]:
-    """Step times of a few steps of the default run."""
+def train(actors: Any, setting: str, steps: int) -> tuple[list[float], float]:
+    """Step times of a few steps of the default run, and the stages' CPU time for one."""
+    import ray
+
     from ray_pipe.config import RunConfig
     from ray_pipe.metrics import ArmMeter
     from ray_pipe.pipeline import Pipeline
@@ -71,7 +88,10 @@ def train(actors: Any, setting: str, steps: int) -> list[float]:
     arm = arms_of(config, gpt_workload(config))[0]
     meter = ArmMeter(arm.name)
     pipeline = Pipeline(actors, arm, epoch_s=time.time())
-    return [meter.add(records).step_s for records in pipeline.train()]
+    before = sum(ray.get([handle.cpu_seconds.remote() for handle in actors.handles]))
+    times = [meter.add(records).step_s for records in pipeline.train()]
+    after = sum(ray.get([handle.cpu_seconds.remote() for handle in actors.handles]))
+    return times, (after - before) / steps
 
 
 def write_cost() -> dict[str, float]:

@@ -32,7 +32,7 @@ from stages.by_hand import StageByHand
 from stages.compute import Compute
 from stages.digest import source_digest
 from stages.keeper import Keeper
-from stages.lanes import Recorder, ThreadLane
+from stages.lanes import Recorder, ThreadLane, Unrecorded
 from stages.measure import measure_stage
 from stages.mishap import Mishaps, faulty_links
 from stages.plan import StepPlan
@@ -122,7 +122,7 @@ class StageActor:
             compute=ThreadLane("compute", self._recorder),
             transmit=ThreadLane("transmit", self._recorder),
         )
-        self._box_lane = ThreadLane("black-box", Recorder())
+        self._box_lane = ThreadLane("black-box", Unrecorded())
         self._courier = Courier(index, self.abort)
 
     def __repr__(self) -> str:

@@ -78,6 +78,16 @@ class Recorder:
         return spans, seconds
 
 
+class Unrecorded(Recorder):
+    """For work that belongs to no step: nothing is noted, so nobody need drain it."""
+
+    def add(self, phase: str, name: str, micro_batch: int, start: float, end: float) -> None:
+        """Forget it."""
+
+    def add_cpu(self, phase: str, seconds: float) -> None:
+        """Forget it."""
+
+
 class Lane(Protocol):
     """A place where work of one kind runs in the order it was given."""
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from netsim.loop_thread import LoopThread
-from stages.lanes import LANE_OF_PHASE, Recorder, ThreadLane
+from stages.lanes import LANE_OF_PHASE, Recorder, ThreadLane, Unrecorded
 from stages.record import LANES, PHASES
 
 
@@ -142,3 +142,16 @@ def test_no_span_is_lost_between_threads() -> None:
     total += len(recorder.drain()[0])
 
     assert total == 9000
+
+
+def test_an_unrecorded_lane_keeps_nothing_however_long_it_works() -> None:
+    recorder = Unrecorded()
+    loop = LoopThread("test")
+    lane = ThreadLane("box", recorder)
+
+    for _ in range(3):
+        assert loop.submit(lane.run("sync", "box", -1, lambda: 7)).result(10) == 7
+
+    assert (recorder.spans, recorder.seconds, recorder.cpu) == ([], {}, {})
+    lane.close()
+    loop.stop()
