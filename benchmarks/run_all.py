@@ -18,6 +18,7 @@ SCRIPTS = (
     "peer_pipelining.py",
     "transports.py",
     "quality_wikitext.py",
+    "sync_strategies.py",
     "readme.py",
 )
 

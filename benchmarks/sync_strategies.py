@@ -19,7 +19,8 @@ from bench import arguments, markdown, write
 
 from netsim.clock import run_virtual
 from netsim.topology import Topology
-from stages.sync.fleet import PRICED_WIRE, Fleet, PricedCoder, num_nodes, scaled_wire
+from stages.sync.fleet import Fleet, num_nodes
+from stages.sync.priced import PRICED_WIRE, PricedCoder, scaled_wire
 from stages.sync.problems import ComputeTime, Priced, Quadratic
 from stages.sync.slowness import draw, parse_slow, slow_factor
 from stages.sync.strategies import SyncSpec

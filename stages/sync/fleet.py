@@ -9,13 +9,10 @@ births are events that a test can order.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compressors.base import Packet
-from compressors.frame import FrameHeader, frame_nbytes
 from netsim.link import Link, LinkLike
 from netsim.shaper import Uplink
 from netsim.topology import Topology
@@ -32,90 +29,6 @@ MAX_SEPARATE_LINKS = 4096
 
 LOCKSTEP = ("allreduce", "quantized-adam", "local", "ripples-static")
 """Strategies in which everybody must change members at the same iteration."""
-
-HEADER_NBYTES = 88
-"""Of a frame in a simulation that packs none."""
-
-
-@dataclass(frozen=True, slots=True)
-class SizedLetter:
-    """A frame that was never packed."""
-
-    header: FrameHeader
-    packet: Any
-    nbytes: int
-
-
-def scaled_wire(scale: float) -> WireFormat:
-    """Frames with the contents of a small model and the size of a `scale` times larger one."""
-
-    def pack(header: FrameHeader, packet: Packet | None) -> Any:
-        if packet is None:
-            return SizedLetter(header, None, frame_nbytes(header))
-        parts = tuple(bytes(part) for part in packet.parts)  # the sender's memory moves on
-        copied = Packet(
-            codec=packet.codec, shape=packet.shape, meta=packet.meta, parts=parts,
-            inner=packet.inner,
-        )  # fmt: skip
-        return SizedLetter(header, copied, HEADER_NBYTES + math.ceil(scale * packet.nbytes))
-
-    return WireFormat(pack=pack, unpack=lambda letter: (letter.header, letter.packet))
-
-
-@dataclass(frozen=True, slots=True)
-class PricedPacket:
-    """So many bytes of nothing."""
-
-    nbytes: int
-
-
-class PricedCoder:
-    """A vector that is nothing but its size on the wire."""
-
-    is_exact = True
-
-    def __init__(self, nbytes: int) -> None:
-        self._packets: dict[int, PricedPacket] = {}
-        self._nbytes = nbytes
-
-    def cut(self, vector: Any, num: int) -> list[Any]:
-        return [-(-self._nbytes // num)] * num
-
-    def join(self, pieces: Sequence[Any]) -> Any:
-        return 0
-
-    def encode(self, slot: str, vector: Any, *, exact: bool = False) -> tuple[Any, Any]:
-        nbytes = vector or self._nbytes  # a piece is its size, the whole vector is 0
-        packet = self._packets.get(nbytes)
-        if packet is None:
-            packet = self._packets[nbytes] = PricedPacket(nbytes)
-        return packet, nbytes
-
-    def decode(self, packet: Any) -> Any:
-        return packet.nbytes
-
-    def mean(self, vectors: Sequence[Any]) -> Any:
-        return vectors[0]
-
-    def combine(self, vectors: Sequence[Any], weights: Sequence[float]) -> Any:
-        return vectors[0]
-
-    def commit(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-PRICED_WIRE = WireFormat(
-    pack=lambda header, packet: SizedLetter(
-        header, packet, HEADER_NBYTES + (0 if packet is None else packet.nbytes)
-    ),
-    unpack=lambda letter: (letter.header, letter.packet),
-)
 
 
 @dataclass(kw_only=True)
@@ -293,12 +206,11 @@ class Fleet:
 
     def _link(self, node: int, source: int, target: int, stage: int) -> LinkLike:
         there = self._node_of(target, stage)
+        if self._share:
+            return _Lane(self._fan(node), there)  # not kept: there may be a million
         found = self.links.get((node, there))
         if found is not None:
             return found
-        if self._share:
-            self.links[node, there] = shared = _Lane(self._fan(node), there)
-            return shared
         link = self._make_link(node, there, self._deliver_to(source, there, target))
         self.links[node, there] = wrapped = self.wrap_link(link) if self.wrap_link else link
         return wrapped

@@ -18,11 +18,12 @@ the tickets of its former life.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from stages.sync.isolation import IsolationGuard
 from stages.sync.patience import Patience
 
 SOLO = -1
@@ -81,7 +82,6 @@ class GroupGenerator:
         self.epoch = epoch
         self.group_size = group_size
         self.threshold = threshold
-        self.isolation_rounds = isolation_rounds
         self.counts: Counter[str] = Counter()
         self._random = random.Random(seed * 7919 + epoch)
         self._patience = patience or Patience()
@@ -90,9 +90,7 @@ class GroupGenerator:
         self._parked: dict[int, None] = {}  # have asked and wait until somebody else is idle
         self._groups: dict[int, _Group] = {}
         self._next_gid = 0
-        self._recent: deque[tuple[int, tuple[int, ...]]] = deque()  # round, members
-        self._num_requests = 0
-        self._apart: dict[int, int] = {}  # replica -> its component, while they are apart
+        self._guard = IsolationGuard(isolation_rounds)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -114,7 +112,7 @@ class GroupGenerator:
         if number > member.request:
             member.request = number
             member.counter += 1
-            self._count_rounds()
+            self._guard.asked(self._members)
             if member.group is not None and replica in self._groups[member.group].arrived:
                 self._leave_group(replica, member)  # it went on without telling
         return self._serve(replica, now)
@@ -155,8 +153,9 @@ class GroupGenerator:
     def gone(self, replica: int, *, now: float) -> list[Notice]:
         """A replica is dead; its group goes on without it."""
         member = self._members.pop(replica, None)
-        for table in (self._idle, self._parked, self._apart):
-            table.pop(replica, None)
+        self._idle.pop(replica, None)
+        self._parked.pop(replica, None)
+        self._guard.forget(replica)
         if member is None or member.group is None:
             return []
         return self._cancel(member.group, now=now, but=replica)
@@ -213,7 +212,7 @@ class GroupGenerator:
 
     def _serve(self, replica: int, now: float) -> list[Notice]:
         member = self._members[replica]
-        if member.group is None and self._awaits_a_bridge(replica):
+        if member.group is None and self._guard.must_wait(replica, self._idle):
             self._parked[replica] = None
             return []
         if member.group is None and not self._divide(replica):
@@ -249,7 +248,8 @@ class GroupGenerator:
             if w != initiator
             and (not self.threshold or count - self._members[w].counter < self.threshold)
         ]
-        bridge = self._bridge(initiator)
+        bridge = self._guard.bridge(initiator, self._idle)
+        self.counts["bridges"] += bool(bridge)
         others = [w for w in others if w not in bridge]
         if not others and not bridge:
             return False
@@ -298,7 +298,7 @@ class GroupGenerator:
             gid = self._members[replica].group
             if gid is not None:
                 notices += self._arrive(replica, gid, now)
-            elif not self._awaits_a_bridge(replica) and self._divide(replica):
+            elif not self._guard.must_wait(replica, self._idle) and self._divide(replica):
                 notices += self._serve(replica, now)
         return notices
 
@@ -316,8 +316,7 @@ class GroupGenerator:
 
     def _finish(self, gid: int, group: _Group) -> None:
         del self._groups[gid]
-        if self.isolation_rounds:
-            self._recent.append((self._round, group.members))
+        self._guard.met(group.members)
 
     def _cancel(self, gid: int, *, now: float, but: int | None = None) -> list[Notice]:
         """Void a group. Those who came get a smaller one; the others ask again."""
@@ -339,64 +338,3 @@ class GroupGenerator:
         elif there:
             self._parked[there[0]] = None
         return notices + self._serve_parked(now)
-
-    # --- isolation guard -------------------------------------------------------------------------
-
-    @property
-    def _round(self) -> int:
-        return self._num_requests // max(1, len(self._members))
-
-    def _count_rounds(self) -> None:
-        """Once a round, see whether the groups of the last rounds connect everybody."""
-        before = self._round
-        self._num_requests += 1
-        if not self.isolation_rounds or self._round == before:
-            return
-        # Half the window is left for the bridge to be built and crossed.
-        oldest = self._round - max(1, self.isolation_rounds // 2)
-        while self._recent and self._recent[0][0] < oldest:
-            self._recent.popleft()
-        if oldest >= 0:
-            parts = components(self._members, (members for _, members in self._recent))
-            self._apart = parts if len(set(parts.values())) > 1 else {}
-
-    def _awaits_a_bridge(self, initiator: int) -> bool:
-        """Everybody whom the initiator is apart from is busy: it waits for one of them."""
-        own = self._apart.get(initiator)
-        if own is None:
-            return False
-        others = [r for r, part in self._apart.items() if part != own and r in self._members]
-        return bool(others) and not any(r in self._idle for r in others)
-
-    def _bridge(self, initiator: int) -> list[int]:
-        """One idle replica of each component that the initiator's is apart from, if any."""
-        if initiator not in self._apart:
-            return []
-        own = self._apart[initiator]
-        found: dict[int, int] = {}
-        for replica in self._idle:
-            part = self._apart.get(replica, own)
-            if part != own:
-                found.setdefault(part, replica)
-        for part in found:
-            for replica in [r for r, p in self._apart.items() if p == part]:
-                self._apart[replica] = own
-        self.counts["bridges"] += bool(found)
-        return list(found.values())
-
-
-def components(replicas: Iterable[int], groups: Iterable[tuple[int, ...]]) -> dict[int, int]:
-    """The smallest replica that each one is connected to, through groups with common members."""
-    parent = {replica: replica for replica in replicas}
-
-    def root(replica: int) -> int:
-        while parent[replica] != replica:
-            parent[replica] = replica = parent[parent[replica]]
-        return replica
-
-    for members in groups:
-        known = [member for member in members if member in parent]
-        for member in known[1:]:
-            low, high = sorted((root(known[0]), root(member)))
-            parent[high] = low
-    return {replica: root(replica) for replica in parent}

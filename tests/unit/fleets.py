@@ -13,7 +13,8 @@ from torch import Tensor
 from netsim.clock import run_virtual
 from netsim.link import Link
 from netsim.topology import Topology
-from stages.sync.fleet import PRICED_WIRE, Fleet, PricedCoder, num_nodes
+from stages.sync.fleet import Fleet, num_nodes
+from stages.sync.priced import PRICED_WIRE, PricedCoder
 from stages.sync.problems import ComputeTime, Priced, Quadratic
 from stages.sync.slowness import draw, parse_slow, slow_factor
 from stages.sync.strategies import SyncSpec

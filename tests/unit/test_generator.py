@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.sync.generator import SOLO, GroupGenerator, Notice, components
+from stages.sync.generator import SOLO, GroupGenerator, Notice
+from stages.sync.isolation import components
 from stages.sync.patience import Patience
 
 

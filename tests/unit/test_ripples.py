@@ -11,7 +11,8 @@ import torch
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
 from stages.sync.fleet import Fleet
-from stages.sync.generator import GroupGenerator, components
+from stages.sync.generator import GroupGenerator
+from stages.sync.isolation import components
 from stages.sync.ripples import Ripples, by_node, ruler
 from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
 from tests.unit.fleets import (
@@ -277,7 +278,7 @@ def test_groups_of_the_last_rounds_connect_everybody_with_a_straggler() -> None:
 
     class Remembers(GroupGenerator):
         def _finish(self, gid: int, group: Any) -> None:
-            seen.append((self._round, group.members))
+            seen.append((self._guard.round, group.members))
             super()._finish(gid, group)
 
     class Mine(Assembly):
