@@ -139,6 +139,18 @@ class CtrSamples:
             labels=torch.from_numpy(self.labels[places]),
         )
 
+    def with_dense(self, dense: NDArray[Any]) -> CtrSamples:
+        """The same ids, labels and times with other dense values."""
+        return CtrSamples(
+            dense=dense.astype(np.float32),
+            ids=self._ids,
+            offsets=self._offsets,
+            labels=self.labels,
+            features=self.features,
+            dense_names=self.dense_names,
+            times=self.times,
+        )
+
     def _named(self) -> str:
         names = [(feature.name, feature.table) for feature in self.features]
         total = hashlib.sha256(repr((names, self.dense_names)).encode())
@@ -155,6 +167,30 @@ def _gathered(ids: Ints, offsets: Ints, places: Ints) -> Bags:
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     within = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
     return Bags(torch.from_numpy(ids[np.repeat(starts, lengths) + within]), torch.from_numpy(ends))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Shift and width of dense features, learnt from training samples and used for all."""
+
+    mean: NDArray[np.float64]
+    width: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, samples: CtrSamples, train: Ints) -> Scale:
+        """Mean and standard deviation; a feature that never changes keeps its width."""
+        dense = samples.dense[train].astype(np.float64)
+        width = dense.std(axis=0)
+        return cls(mean=dense.mean(axis=0), width=np.where(width > 0.0, width, 1.0))
+
+    def scaled(self, samples: CtrSamples) -> CtrSamples:
+        """The same samples with mean 0 and deviation 1 (over the training samples)."""
+        if len(self.mean) != len(samples.dense_names):
+            raise DataError(
+                f"the scale of {len(self.mean)} dense features cannot serve samples with "
+                f"{len(samples.dense_names)}"
+            )
+        return samples.with_dense((samples.dense - self.mean) / self.width)
 
 
 def batches(

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_pipe.ctr_data import CtrRow, CtrSamples, Feature, batches, split_by_seed, split_by_time
+from ray_pipe.ctr_data import (
+    CtrRow,
+    CtrSamples,
+    Feature,
+    Scale,
+    batches,
+    split_by_seed,
+    split_by_time,
+)
 from ray_pipe.errors import DataError
 
 FEATURES = (Feature(name="user", table="user"), Feature(name="seen", table="item"))
@@ -91,6 +99,20 @@ def test_a_stream_is_read_no_further_than_the_batch() -> None:
     next(batches(rows(), 4, num_features=2))
 
     assert taken == [0, 1, 2, 3]
+
+
+def test_dense_features_are_scaled_by_what_the_training_samples_say() -> None:
+    """Mutant: a scale of all samples would leak the test's; here it would be 1.5, not 2."""
+    scale = Scale.of(samples(), np.array([1, 2]))
+
+    scaled = scale.scaled(samples())
+
+    assert scaled.dense.ravel().tolist() == [-3.0, -1.0, 1.0]
+    assert torch.equal(scaled.batch([0]).bags[1].ids, samples().batch([0]).bags[1].ids)
+    assert scaled.digest != samples().digest
+    assert Scale.of(samples(), np.array([1])).width.tolist() == [1.0]
+    with pytest.raises(DataError, match="scale of 2 dense features cannot serve samples with 1"):
+        Scale(mean=np.zeros(2), width=np.ones(2)).scaled(samples())
 
 
 # --- splits ---------------------------------------------------------------------------------------
