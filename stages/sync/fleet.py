@@ -126,7 +126,7 @@ class Fleet:
         alive = [r for r in self.replicas if r not in self.dead and r != index]
         every = self.replicas[donor].strategy.every
         k = max(self.replicas[r].k for r in alive) + 2
-        k = k if self.sync.name in LOCKSTEP else self.replicas[donor].k + 1
+        k = k if self.replicas[donor].strategy.name in LOCKSTEP else self.replicas[donor].k + 1
         k += -k % every
         if index >= (self.capacity or len(self.replicas)):
             raise ValueError(

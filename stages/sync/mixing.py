@@ -50,8 +50,6 @@ class Graph:
                     f"edge {source}->{target} names replica {lost}; there are "
                     f"{len(known)} replicas, {self.nodes[0]} to {self.nodes[-1]}"
                 )
-        self._into: dict[int, tuple[int, ...]] = {}
-        self._out_of: dict[int, tuple[int, ...]] = {}
         into: dict[int, list[int]] = {node: [] for node in self.nodes}
         out_of: dict[int, list[int]] = {node: [] for node in self.nodes}
         for source, target in sorted(self.edges):

@@ -13,11 +13,12 @@ import torch
 
 from netsim.clock import run_virtual
 from netsim.topology import Topology
-from stages.sync.fleet import LOCKSTEP, Fleet, num_nodes
+from stages.sync.fleet import Fleet, num_nodes
 from stages.sync.strategies import STRATEGIES, SyncSpec
 from tests.unit.fleets import disagreement, priced, quadratics, slow_net, uniform_time
 
 SPECS = {name: SyncSpec(name=name, group_size=2, warmup=5) for name in STRATEGIES}
+SPECS["ripples, ruler"] = SyncSpec(name="ripples", groups="ruler")
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -50,7 +51,7 @@ def test_a_replica_joins_while_the_others_go_on(name: str, newcomer: int) -> Non
     pauses = [b - a for times in entered.values() for a, b in itertools.pairwise(times)]
     assert max(p for p in pauses if p < 12) < 5  # one death apart, nobody was held up
     present = [trainers[r] for r in sorted(fleet.replicas)]
-    if name in LOCKSTEP:
+    if name in ("allreduce", "quantized-adam", "local"):
         assert all(torch.equal(trainer.x, present[0].x) for trainer in present)
     assert disagreement(present) < 1.0
 
