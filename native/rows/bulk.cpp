@@ -35,40 +35,58 @@ constexpr size_t kMostLines = 32;
 // Calls use(i, slot, row) for each key, `group` keys under way at a time: buckets of the next group
 // and versions of this one are asked for before they are used.
 template <class Use>
-void for_each_row(Txn& txn, Table& table, const int64_t* keys, size_t n, size_t group, Use use) {
-  uint64_t hashes[2][kMostLines];
-  Bucket* buckets[2][kMostLines];
+void for_each_row(Txn& txn, Table& table, const int64_t* keys, const size_t n, const size_t group,
+                  Use use) {
+  struct Asked {
+    uint64_t tag;
+    Bucket* bucket;
+  };
+  Asked asked[2][kMostLines];
   Word* slots[kMostLines];
   const Version* rows[kMostLines];
-  const size_t row_bytes = table.full_bytes();
-  const auto ask = [&](size_t from, int turn) {
-    for (size_t i = from; i < std::min(n, from + group); ++i) {
+  Get further[kMostLines];  // keys that are not in their home bucket: one in ten at this load
+  const uint64_t snapshot = txn.snapshot();
+  const size_t lines = (table.full_bytes() + 63 + 32) / 64;  // cells begin at multiples of 16
+  const auto ask = [&table, keys, n, group](size_t from, Asked* to) {
+    const size_t end = std::min(n, from + group);
+    for (size_t i = from; i < end; ++i, ++to) {
       const uint64_t hash = table.hash(keys[i]);
-      Segment& segment = table.segment(hash);
-      hashes[turn][i - from] = hash;
-      buckets[turn][i - from] = segment.buckets + segment.home(hash);
-      prefetch(buckets[turn][i - from]);
+      const Segment& segment = table.segment(hash);
+      to->tag = tag_of(hash);
+      to->bucket = segment.buckets + segment.home(hash);
+      prefetch(to->bucket);
     }
   };
   int turn = 0;
-  ask(0, turn);
+  ask(0, asked[0]);
   for (size_t from = 0; from < n; from += group, turn ^= 1) {
     const size_t here = std::min(n - from, group);
+    const Asked* now = asked[turn];
+    uint32_t waiting = 0;
     for (size_t i = 0; i < here; ++i) {
-      const uint64_t tag = tag_of(hashes[turn][i]);
-      const uint32_t found = matches(*buckets[turn][i], tag);
-      rows[i] = nullptr;
-      if (!found) continue;
-      slots[i] = &buckets[turn][i]->slots[__builtin_ctz(found)];
+      const uint32_t found = matches(*now[i].bucket, now[i].tag);
+      slots[i] = &now[i].bucket->slots[found ? __builtin_ctz(found) : 0];
       const uint64_t word = slots[i]->load(std::memory_order_acquire);
-      if (word >> 48 != tag) continue;
-      rows[i] = version_of(word);
-      prefetch_lines(rows[i], row_bytes);
+      rows[i] = word >> 48 == now[i].tag ? version_of(word) : nullptr;
+      if (rows[i]) {
+        const char* line = reinterpret_cast<const char*>(rows[i]);
+        for (size_t l = 0; l < lines; ++l) prefetch(line + 64 * l);
+      } else {
+        further[i] = Get(txn, table, keys[from + i], false);
+        if (!further[i].step()) waiting |= uint32_t{1} << i;
+      }
     }
-    ask(from + group, turn ^ 1);
+    ask(from + group, asked[turn ^ 1]);
+    while (waiting)
+      for (uint32_t left = waiting; left; left &= left - 1) {
+        const int i = __builtin_ctz(left);
+        if (further[i].step()) waiting &= ~(uint32_t{1} << i);
+      }
     for (size_t i = 0; i < here; ++i) {
       const Version* row = rows[i];
-      if (row && row->key == keys[from + i] && row->stamp() <= txn.snapshot()) {
+      if (!row) {
+        use(from + i, further[i].found.slot, further[i].found.row);
+      } else if (row->key == keys[from + i] && row->stamp() <= snapshot) {
         use(from + i, slots[i], row->absent() ? nullptr : row);
       } else {
         const Found found = search(txn, table, keys[from + i]);

@@ -68,8 +68,9 @@ bool Txn::lock_writes() {
     if (free) {
       w.locked = word;
       const Version* head = version_of(word);
-      if ((head->stamp() <= snapshot_ || MUTANT(no_first_committer) || MUTANT(only_last_committer)) &&
-          (head->key == w.key || MUTANT(reused_slot_unchecked)))
+      const bool first =
+          head->stamp() <= snapshot_ || MUTANT(no_first_committer) || MUTANT(only_last_committer);
+      if (first && (head->key == w.key || MUTANT(reused_slot_unchecked)))
         continue;
       w.slot->store(word);
     }

@@ -157,7 +157,8 @@ bool make_room(Store& store, Worker& worker, const Txn& txn, int tries) {
   // What is found the second time may be what the first attempt gave back: then somebody has to go.
   const bool found = store.scavenge(worker, txn.trouble_class, txn.trouble_insert);
   if (found && tries == 0) return true;
-  if (!evicts || evict(store, worker, table, some, worker.evict_before) == 0) return found && tries < 3;
+  if (!evicts || evict(store, worker, table, some, worker.evict_before) == 0)
+    return found && tries < 3;
   return store.scavenge(worker, txn.trouble_class, txn.trouble_insert);
 }
 

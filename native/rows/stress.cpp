@@ -439,7 +439,7 @@ void churn() {
   Table& table = store.add_table(words(2000));
   yield_every.store(500);
   std::atomic<int64_t> next{0};
-  while (!deadline.passed()) {
+  while (!deadline.passed() || (next.load() <= 10 * 4096 && !failed.load())) {  // ten times what fits
     on_threads(2, [&](int) {
       const Borrowed worker(store);
       for (int turn = 0; turn < 20; ++turn) {
@@ -457,7 +457,6 @@ void churn() {
     expect(store.arena.used_bytes() < size_t{1} << 20, "memory grows with churn");
     expect(table.rows.load() == 0, "rows that went are counted");
   }
-  expect(next.load() > 10 * 4096, "ten times what fits went through");
 }
 
 // 14: growth under load. No key is lost; a scan sees each key that was there once.

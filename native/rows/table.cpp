@@ -116,20 +116,6 @@ Word* Table::find(uint64_t hash, int64_t key) {
 
 // --- rows ---------------------------------------------------------------------------------------
 
-void Table::read(const Version* v, float* out) const {
-  const uint8_t alive = v->alive();
-  if (config.chunks == 1) {
-    if (alive) std::memcpy(out, chunk_at(v, 0), size_t{4} * chunk_);
-    else std::memset(out, 0, size_t{4} * chunk_);
-    return;
-  }
-  uint32_t rank = 0;
-  for (uint32_t c = 0; c < config.chunks; ++c, out += chunk_) {
-    if (alive >> c & 1) std::memcpy(out, chunk_at(v, rank++), size_t{4} * chunk_);
-    else std::memset(out, 0, size_t{4} * chunk_);
-  }
-}
-
 // Counter based: element d of a row depends on (seed, table, key, d) and nothing else. `normal` is
 // the sum of twelve 16 bit uniform numbers: exact integers, so every machine gets the same bits.
 void Table::init(int64_t key, float* out) const {

@@ -81,7 +81,7 @@ class Table {
   size_t index_bytes() const;
   size_t utility_bytes() const { return utility_bytes_; }
 
-  void read(const Version* v, float* out) const;
+  inline void read(const Version* v, float* out) const;
   void init(int64_t key, float* out) const;
   // A new row with these weights and fresh state.
   void fill(Version* fresh, int64_t key, const float* weights, uint8_t alive) const;
@@ -121,6 +121,19 @@ class Table {
   int header_class_;
   std::vector<float> decays_;  // decay^n until it no longer matters
 };
+
+inline void Table::read(const Version* v, float* out) const {
+  const uint8_t alive = v->alive();
+  if (alive == 1 && config.chunks == 1) {
+    copy_floats(out, chunk_at(v, 0), chunk_);
+    return;
+  }
+  uint32_t rank = 0;
+  for (uint32_t c = 0; c < config.chunks; ++c, out += chunk_) {
+    if (alive >> c & 1) copy_floats(out, chunk_at(v, rank++), chunk_);
+    else std::memset(out, 0, size_t{4} * chunk_);
+  }
+}
 
 inline uint64_t name_hash(const std::string& name) {
   uint64_t h = 0xcbf29ce484222325u;
