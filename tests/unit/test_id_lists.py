@@ -1,0 +1,131 @@
+"""Ids on the wire: every int64, every shape of batch, never much longer than they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressors.base import CodecError
+from compressors.frame import FrameHeader, pack, unpack
+from compressors.id_lists import decode_id_lists, decode_ids, dedupe, encode_id_lists, encode_ids
+
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def through_the_wire(packet: Any) -> Any:
+    return unpack(pack(FrameHeader(kind="embedding", source=0, target=1, step=3), packet))[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.one_of(INT64, st.integers(0, 300)), max_size=80))
+def test_distinct_ids_come_back_as_they_were(values: set[int]) -> None:
+    sent = ids(*sorted(values))
+
+    packet = encode_ids(sent)
+
+    assert decode_ids(through_the_wire(packet)).tolist() == sent.tolist()
+    assert packet.nbytes <= 8 * len(sent)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.one_of(INT64, st.integers(0, 9)), max_size=6), max_size=20))
+def test_lists_come_back_as_they_were_and_never_cost_much_more(lists: list[list[int]]) -> None:
+    flat = ids(*[value for part in lists for value in part])
+    lengths = np.array([len(part) for part in lists], np.int64)
+
+    packet = encode_id_lists(flat, lengths)
+    back, back_lengths = decode_id_lists(through_the_wire(packet))
+
+    assert back.tolist() == flat.tolist()
+    assert back_lengths is not None
+    assert back_lengths.tolist() == lengths.tolist()
+    assert packet.nbytes <= 8 * len(flat) + 4 * len(lists) + 16
+
+
+def test_the_ends_of_int64_and_the_reference_s_colliding_ids_stay_distinct() -> None:
+    sent = ids(-(1 << 63), -1, 0, (1 << 56) - 1, 1 << 56, (1 << 63) - 1)
+
+    assert decode_ids(encode_ids(sent)).tolist() == sent.tolist()
+
+
+@pytest.mark.parametrize("num", [65_535, 65_536])
+def test_a_batch_may_have_more_samples_than_sixteen_bits_can_number(num: int) -> None:
+    flat = np.arange(num, dtype=np.int64) % 7
+
+    packet = encode_id_lists(flat)
+
+    assert decode_id_lists(packet)[0].tolist() == flat.tolist()
+    assert packet.nbytes == (3 * num + 7) // 8 + encode_ids(np.arange(7, dtype=np.int64)).nbytes
+
+
+def test_one_bag_may_have_more_ids_than_sixteen_bits_can_count() -> None:
+    flat, lengths = np.arange(70_000, dtype=np.int64), np.array([0, 70_000, 0], np.int64)
+
+    back, back_lengths = decode_id_lists(encode_id_lists(flat, lengths))
+
+    assert (back == flat).all()
+    assert back_lengths is not None
+    assert back_lengths.tolist() == [0, 70_000, 0]
+
+
+def test_equal_ids_cost_nothing_each_and_random_ones_what_they_are() -> None:
+    same = encode_id_lists(np.full(5000, 1 << 60, np.int64))
+    random = encode_id_lists(np.random.default_rng(0).integers(-(1 << 62), 1 << 62, 5000))
+
+    assert same.nbytes == 0  # the id itself is in the header
+    assert random.nbytes == 8 * 5000
+
+
+def test_random_ids_of_a_range_cost_little_more_than_their_entropy() -> None:
+    sent = np.unique(np.random.default_rng(1).integers(0, 1 << 20, 10_000))
+
+    assert 8 * encode_ids(sent).nbytes / len(sent) < 8.6  # log2(2**20 e / 10**4) is 8.15
+
+
+def test_dedupe_counts_every_occurrence() -> None:
+    unique, inverse, counts = dedupe(ids(5, -2, 5, 5))
+
+    assert unique.tolist() == [-2, 5]
+    assert inverse.tolist() == [1, 0, 1, 1]
+    assert counts.tolist() == [1, 3]
+
+
+def test_ids_that_do_not_rise_are_refused_before_they_are_sent() -> None:
+    with pytest.raises(CodecError, match="rise strictly"):
+        encode_ids(ids(3, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_packets_are_refused_or_rise_strictly(data: st.DataObject) -> None:
+    values = sorted(data.draw(st.sets(st.integers(0, 5000), min_size=2, max_size=40)))
+    packet = encode_ids(ids(*values))
+    parts = [bytearray(part) for part in packet.parts]
+    part = data.draw(st.sampled_from([part for part in parts if part] or [bytearray(1)]))
+    part[data.draw(st.integers(0, len(part) - 1))] ^= data.draw(st.integers(1, 255))
+    if data.draw(st.booleans()):
+        del part[-1]
+
+    try:
+        back = decode_ids(replace(packet, parts=tuple(parts)))
+    except CodecError:
+        return
+
+    assert (np.diff(back) > 0).all()
+    assert len(back) == len(values)
+
+
+def test_an_index_beyond_its_ids_is_refused() -> None:
+    packet = encode_id_lists(ids(*([1, 2, 3] * 20)))
+
+    with pytest.raises(CodecError, match="beyond its 3 ids"):
+        decode_id_lists(replace(packet, parts=(b"\xff" * len(packet.parts[0]),)))
