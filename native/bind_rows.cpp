@@ -167,6 +167,10 @@ struct PyTable {
     const nb::gil_scoped_release free;
     rows::stamps_of(*store, *table, keys.data(), keys.size(), at, stamps.data(), on_disk.data());
   }
+  void alive(Keys keys, Array<uint8_t> alive) const {
+    const nb::gil_scoped_release free;
+    rows::alive_of(*store, *table, keys.data(), keys.size(), alive.data());
+  }
   void initial(Keys keys, Array<float> out) const {
     const nb::gil_scoped_release free;
     for (size_t i = 0; i < keys.size(); ++i)
@@ -253,7 +257,7 @@ Stats store_stats(const Store& store) {
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.attr("ROWS_ABI") = 1;
+  m.attr("ROWS_ABI") = 2;
   m.def("row_procedures", &procedure_names);
   nb::exception<SnapshotExpired>(m, "SnapshotExpired", PyExc_RuntimeError);
 
@@ -285,6 +289,7 @@ void bind_rows(nb::module_& m) {
            nb::arg().noconvert(), nb::arg().noconvert())
       .def("stamps", &PyTable::stamps, nb::arg().noconvert(), nb::arg().none(),
            nb::arg().noconvert(), nb::arg().noconvert())
+      .def("alive", &PyTable::alive, nb::arg().noconvert(), nb::arg().noconvert())
       .def("initial", &PyTable::initial, nb::arg().noconvert(), nb::arg().noconvert())
       .def("prune", &PyTable::prune)
       .def("stats", &PyTable::stats)

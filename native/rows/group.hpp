@@ -113,6 +113,8 @@ size_t recall(Store& store, Table& table, const int64_t* keys, const uint64_t* s
 // Stamps of the versions that a snapshot sees (0: absent), and what spilled rows are called on disk.
 void stamps_of(Store& store, Table& table, const int64_t* keys, size_t n,
                const SnapshotEntry* snapshot, uint64_t* stamps, uint64_t* on_disk);
+// Which chunks rows have now, as bits; 0 for rows that are absent or spilled.
+void alive_of(Store& store, Table& table, const int64_t* keys, size_t n, uint8_t* alive);
 
 // Evicts up to `n` of the rows that were touched longest ago, none touched at or after `before`.
 size_t evict(Store& store, Worker& worker, Table& table, size_t n, uint64_t before);

@@ -177,4 +177,18 @@ void stamps_of(Store& store, Table& table, const int64_t* keys, size_t n,
   }
 }
 
+void alive_of(Store& store, Table& table, const int64_t* keys, size_t n, uint8_t* alive) {
+  const Borrowed worker(store);
+  const Batch scope(store, *worker, nullptr);
+  Txn txn(store, *worker);
+  txn.begin(scope.snapshot());
+  for (size_t i = 0; i < n; ++i) {
+    Get get(txn, table, keys[i], false);
+    while (!get.step()) {
+    }
+    const Version* row = get.found.row;
+    alive[i] = row && !row->spilled() ? row->alive() : 0;
+  }
+}
+
 }  // namespace ray_pipe::rows

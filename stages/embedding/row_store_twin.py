@@ -369,6 +369,12 @@ class RowTable:
                 stamps[i] = 0 if row is None else row.stamp
                 on_disk[i] = 0 if row is None or row.disk_stamp is None else row.disk_stamp
 
+    def alive(self, keys: Keys, alive: Bytes, /) -> None:
+        with self.store.lock:
+            for i, key in enumerate(keys.tolist()):
+                row = self.at(key)
+                alive[i] = 0 if row is None or _on_disk(row) else row.alive
+
     def initial(self, keys: Keys, out: F32, /) -> None:
         for i, key in enumerate(keys.tolist()):
             out[i] = self.shape.initial(key)

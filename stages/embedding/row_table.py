@@ -179,6 +179,17 @@ class RowTable:
             raise self.full_error(f"{full} of {len(ids)} ids found no room")
         return out, mask
 
+    def alive(self, keys: Array) -> npt.NDArray[np.uint8]:
+        """Which chunks these rows have now: bit c of a row is its chunk c; 0 where there is none.
+
+        Nothing is inserted or touched.
+        """
+        keys = check("keys", keys, np.int64, (None,))
+        alive = np.empty(len(keys), np.uint8)
+        self._store.check_alive()
+        self.core.alive(keys, alive)
+        return alive
+
     def initial(self, keys: Array) -> npt.NDArray[np.float32]:
         """What these rows begin as. Depends on (seed, table, key) only."""
         keys = check("keys", keys, np.int64, (None,))

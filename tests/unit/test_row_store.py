@@ -503,6 +503,20 @@ def test_falling_back_to_the_twin_is_logged_once_with_the_cause(
 # --- native equals twin ---------------------------------------------------------------------------
 
 
+@both
+def test_alive_tells_which_chunks_rows_have_and_touches_nothing(core: str) -> None:
+    rows = table(core, chunks=4, evict="lru", max_rows=9)
+    rows.lookup(ids(1, 2))
+    gradient = np.zeros((2, 8), np.float32)
+    gradient[0, 2:4] = gradient[1, 0:2] = gradient[1, 6:8] = 1.0
+    rows.apply(ids(1, 2), gradient)
+    rows.prune(keep=3 / 8)
+
+    assert rows.alive(ids(2, 1, 7)).tolist() == [0b1001, 0b0010, 0]
+    assert oldest_first(rows) == [1, 2]
+    assert rows.stats()["rows"] == 2
+
+
 @pytest.mark.parametrize(
     "optimizer", [Sgd(lr=0.1), Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1)]
 )
