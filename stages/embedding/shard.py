@@ -1,0 +1,384 @@
+"""A shard of the embedding tables: serves rows, applies gradients in the order of its pulls.
+
+    announce(ticket, ids)            ids ahead of time; nothing is read yet
+    pull(ticket)                     rows, and the version at which they were read
+    push(ticket, v_read, gradients)  one optimizer step, when its turn has come
+    void(ticket)                     the step failed: later ones need not wait for it
+
+The contract (embeddings.md 7.2): one push is one version; pushes are applied in the order in which
+their pulls were served, and early ones are held; none is applied more than `tau` versions after
+its pull. Every message may come twice; it counts once. A plain class: no Ray, no clock, no wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.embedding import chunk_prune
+from stages.embedding.chunk_prune import Cut
+from stages.embedding.row_store import RowStore
+from stages.embedding.tables import Table, check_tables
+
+F32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+MAX_ANNOUNCED = 1000
+MAX_FINISHED = 4096
+
+
+class UnknownTicketError(KeyError):
+    """A pull whose ids never came, or came to an earlier life of this shard: send them along."""
+
+
+class StalenessError(RuntimeError):
+    """Gradients are older than the bound allows. Nothing was applied."""
+
+
+class CapacityError(ValueError):
+    """A table cannot even hold the rows of the steps that are under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdSet:
+    """Distinct ids of one table in one step, rising."""
+
+    ids: Ids
+    counts: F32 | None = None
+    """How often each occurred; where the table is pruned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of one table, in the order of the ids."""
+
+    weights: F32
+    alive: npt.NDArray[np.uint8] | None = None
+    """Chunks that each row has; None: all of them."""
+
+    epoch: int = 0
+    """Prunes before this was read: the version of the bitmaps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """The answer to a pull."""
+
+    version: int
+    tables: Mapping[str, Rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What became of a step on this shard."""
+
+    ticket: int
+    outcome: str
+    """applied, void, refused, lost (its pull was before a restart) or repeated."""
+
+    version: int
+    staleness: int = 0
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A step whose pull was served."""
+
+    ids: Mapping[str, IdSet]
+    pulled: Pulled
+    gradients: Mapping[str, F32] | None = None
+    v_read: int = 0
+    is_void: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardCounts:
+    """What happened so far."""
+
+    lost_pushes: int = 0
+    refused_pushes: int = 0
+    repeated: int = 0
+    voided: int = 0
+    dropped_rows: int = 0
+    """Gradients of rows that were evicted between pull and push."""
+
+    max_held: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+
+class Shard:
+    """One part of all sharded tables."""
+
+    def __init__(
+        self,
+        tables: tuple[Table, ...],
+        *,
+        index: int = 0,
+        tau: int,
+        seed: int = 0,
+        capacity: int | str = "1GiB",
+        core: str | None = None,
+        **store: Any,
+    ) -> None:
+        check_tables(tables)
+        if tau < 0:
+            raise ValueError(f"the staleness bound tau is 0 or more, got {tau}")
+        self.index = index
+        self.tau = tau
+        self.version = 0
+        """Optimizer steps that were applied here."""
+
+        self.counts = ShardCounts()
+        self.cuts: list[Cut] = []
+        self.tables = {table.name: table for table in tables if table.placement == "sharded"}
+        self.store = RowStore(capacity=capacity, core=core, **store)
+        for table in self.tables.values():
+            self.store.table(
+                table.name,
+                dim=table.dim,
+                optimizer=table.optimizer,
+                init=table.init,
+                seed=seed,
+                chunks=table.chunks,
+                max_rows=table.max_rows,
+                evict=table.evict,
+                decay=table.prune.decay if table.prune is not None else 1.0,
+            )
+            if table.prune is not None:
+                chunk_prune.check_ratio(self.store[table.name], table)
+        self._announced: OrderedDict[int, Mapping[str, IdSet]] = OrderedDict()
+        self._open: OrderedDict[int, _Open] = OrderedDict()  # in the order of their pulls
+        self._finished: OrderedDict[int, None] = OrderedDict()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def announce(self, ticket: int, ids: Mapping[str, IdSet]) -> None:
+        """Ids that a pull will ask for. The oldest are forgotten beyond a thousand."""
+        if ticket in self._open or ticket in self._finished or ticket in self._announced:
+            self.counts.repeated += 1
+            return
+        self._check_names(ids)
+        self._announced[ticket] = ids
+        if len(self._announced) > MAX_ANNOUNCED:
+            self._announced.popitem(last=False)
+
+    def pull(self, ticket: int, ids: Mapping[str, IdSet] | None = None) -> Pulled:
+        """The rows of a step; new ids are created. Asked again, the answer is the same."""
+        if ticket in self._open:
+            self.counts.repeated += 1
+            return self._open[ticket].pulled
+        if ids is not None:
+            self._check_names(ids)
+        wanted = self._announced.pop(ticket, ids) if ids is None else ids
+        self._announced.pop(ticket, None)
+        if wanted is None or ticket in self._finished:
+            raise UnknownTicketError(f"shard {self.index} has no ids for step {ticket}")
+        for name, part in wanted.items():
+            self._check_capacity(name, len(part.ids))
+        tables = {name: self._read(name, wanted[name].ids, train=True) for name in wanted}
+        pulled = Pulled(version=self.version, tables=tables)
+        self._open[ticket] = _Open(ids=wanted, pulled=pulled)
+        return pulled
+
+    def read(self, ids: Mapping[str, Ids]) -> Mapping[str, Rows]:
+        """Rows for evaluation: unknown ids are zeros; nothing is created, touched or counted."""
+        self._check_names(ids)
+        return {name: self._read(name, part, train=False) for name, part in ids.items()}
+
+    def _read(self, name: str, ids: Ids, *, train: bool) -> Rows:
+        rows = self.store[name]
+        weights, _ = rows.lookup(ids, train=train)
+        if rows.chunks == 1:
+            return Rows(weights=weights)
+        return Rows(weights=weights, alive=rows.alive(ids), epoch=rows.stats()["epoch"])
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def push(self, ticket: int, v_read: int, gradients: Mapping[str, F32]) -> list[Settled]:
+        """Gradients of a step. Returns the steps that this settled: it may be none, or several.
+
+        Columns of chunks that the pull did not have hold `chunk_prune.fold_pruned` norms.
+        """
+        entry = self._open.get(ticket)
+        if entry is None:
+            return [self._stray(ticket)]
+        if entry.gradients is not None or entry.is_void:
+            self.counts.repeated += 1
+            return []
+        if set(gradients) != set(entry.ids):
+            raise ValueError(
+                f"shard {self.index}, step {ticket}: gradients for tables {sorted(gradients)}, "
+                f"rows were pulled from {sorted(entry.ids)}"
+            )
+        entry.gradients, entry.v_read = gradients, v_read
+        return self._settle()
+
+    def void(self, ticket: int) -> list[Settled]:
+        """The step failed and will push nothing."""
+        entry = self._open.get(ticket)
+        if entry is None:
+            self._announced.pop(ticket, None)
+            known = ticket in self._finished
+            self._finish(ticket)
+            return [
+                Settled(
+                    ticket=ticket, outcome="repeated" if known else "void", version=self.version
+                )
+            ]
+        if entry.gradients is not None or entry.is_void:
+            self.counts.repeated += 1
+            return []
+        entry.is_void = True
+        return self._settle()
+
+    def forget_open(self) -> None:
+        """The client has begun anew: steps that it had under way will never be finished."""
+        for ticket in list(self._open):
+            self._finish(ticket)
+        self.counts.voided += len(self._open)
+        self._open.clear()
+        self._announced.clear()
+
+    def pulled_rows(self, ticket: int) -> Mapping[str, Rows] | None:
+        """What the pull of a step that is under way was answered with; None for any other."""
+        entry = self._open.get(ticket)
+        return None if entry is None else entry.pulled.tables
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def _stray(self, ticket: int) -> Settled:
+        if ticket in self._finished:
+            self.counts.repeated += 1
+            return Settled(ticket=ticket, outcome="repeated", version=self.version)
+        self.counts.lost_pushes += 1
+        self._finish(ticket)
+        return Settled(
+            ticket=ticket,
+            outcome="lost",
+            version=self.version,
+            why=f"shard {self.index} did not serve the pull of step {ticket} in this life",
+        )
+
+    def _settle(self) -> list[Settled]:
+        """Take from the head of the line all that is decided."""
+        settled = []
+        while self._open:
+            ticket, entry = next(iter(self._open.items()))
+            if entry.gradients is None and not entry.is_void:
+                break
+            del self._open[ticket]
+            self._finish(ticket)
+            settled.append(self._conclude(ticket, entry))
+        held = sum(entry.gradients is not None for entry in self._open.values())
+        self.counts.max_held = max(self.counts.max_held, held)
+        return settled
+
+    def _conclude(self, ticket: int, entry: _Open) -> Settled:
+        if entry.gradients is None:
+            self.counts.voided += 1
+            return Settled(ticket=ticket, outcome="void", version=self.version)
+        staleness = self.version - entry.v_read
+        why = self._why_not(entry, staleness)
+        if why:
+            self.counts.refused_pushes += 1
+            return Settled(
+                ticket=ticket,
+                outcome="refused",
+                version=self.version,
+                staleness=staleness,
+                why=f"shard {self.index}, step {ticket}: {why}",
+            )
+        for name, gradients in entry.gradients.items():
+            self._apply(name, entry, gradients)
+        self.version += 1
+        self.counts.staleness[staleness] += 1
+        for table in self.tables.values():
+            if table.prune is not None and table.prune.is_due(self.version):
+                self.cuts.append(chunk_prune.prune(self.store, self.store[table.name], table))
+        return Settled(ticket=ticket, outcome="applied", version=self.version, staleness=staleness)
+
+    def _why_not(self, entry: _Open, staleness: int) -> str:
+        """Why a push cannot be applied; all of it is looked at before any of it is."""
+        assert entry.gradients is not None
+        if not 0 <= staleness <= self.tau:
+            return (
+                f"StalenessError: its rows were read at version {entry.v_read}, this is version "
+                f"{self.version} and the bound is {self.tau}; a pool of permits is too large or "
+                "not shared"
+            )
+        for name, gradients in entry.gradients.items():
+            ids = entry.ids[name].ids
+            if gradients.shape != (len(ids), self.tables[name].dim):
+                return f"table {name!r}: gradients {gradients.shape} for {len(ids)} rows"
+            finite = np.isfinite(gradients).all(axis=1)
+            if not finite.all():
+                return nonfinite(name, ids[~finite], len(ids))
+        return ""
+
+    def _apply(self, name: str, entry: _Open, gradients: F32) -> None:
+        rows, wanted = self.store[name], entry.ids[name]
+        then = entry.pulled.tables[name].alive
+        if then is not None:
+            now = rows.alive(wanted.ids)
+            gradients = chunk_prune.without_regrown(gradients, then, now, chunks=rows.chunks)
+        gradients = np.ascontiguousarray(gradients, np.float32)
+        # An empty part counts too: Adam's bias correction counts steps, on every shard alike.
+        done = rows.apply(wanted.ids, gradients, counts=wanted.counts)
+        self.counts.dropped_rows += done.dropped
+
+    def _finish(self, ticket: int) -> None:
+        self._finished[ticket] = None
+        if len(self._finished) > MAX_FINISHED:
+            self._finished.popitem(last=False)
+
+    # --- checks, numbers --------------------------------------------------------------------------
+
+    def _check_names(self, tables: Mapping[str, Any]) -> None:
+        unknown = sorted(set(tables) - set(self.tables))
+        if unknown:
+            raise ValueError(f"shard {self.index} has tables {sorted(self.tables)}, not {unknown}")
+
+    def _check_capacity(self, name: str, num_ids: int) -> None:
+        limit = self.tables[name].max_rows
+        if limit and (self.tau + 1) * num_ids > limit:
+            raise CapacityError(
+                f"table {name!r}, shard {self.index}: a step of {num_ids} distinct ids, with up to "
+                f"{self.tau + 1} steps under way, needs {(self.tau + 1) * num_ids} rows, max_rows "
+                f"is {limit}; raise it, lower tau, or use smaller batches or more shards"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for records and reports."""
+        counts = self.counts
+        tables = {name: self.store[name].stats() for name in self.tables}
+        return {
+            "version": self.version,
+            "open": self.num_open,
+            "rows": sum(part["rows"] for part in tables.values()),
+            "real_bytes": sum(chunk_prune.real_bytes(self.store[name]) for name in tables),
+            "alive_chunks": {name: part["alive_chunks"] for name, part in tables.items()},
+            "staleness_max": max(counts.staleness, default=0),
+            "staleness_histogram": dict(sorted(counts.staleness.items())),
+            "lost_pushes": counts.lost_pushes,
+            "refused_pushes": counts.refused_pushes,
+            "voided": counts.voided,
+            "repeated": counts.repeated,
+            "dropped_rows": counts.dropped_rows,
+            "prunes": len(self.cuts),
+        }
+
+
+def nonfinite(table: str, bad: Ids, num_ids: int) -> str:
+    """The words for gradients that are NaN or infinite."""
+    shown = ", ".join(map(str, bad[:8].tolist())) + (", …" if len(bad) > 8 else "")
+    return (
+        f"NonFiniteGradientError: table {table!r}: the gradients of {len(bad)} of {num_ids} ids "
+        f"are not finite ({shown}); nothing was applied. Skip the step, or look at the loss"
+    )

@@ -1,0 +1,109 @@
+"""What a user says about an embedding table, and where its rows live.
+
+A table is sharded by a hash of the id, or, when it has few ids, replicated with the dense network:
+rows that nearly every batch touches gain nothing from asynchrony and lose accuracy by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.embedding.row_rules import Init, Optimizer, Uniform
+
+PLACEMENTS = ("sharded", "replicated")
+FEW_IDS = 4096
+_U64 = np.uint64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPrune:
+    """FIITED: rows are cut into chunks of columns, and the least useful chunks are given up."""
+
+    chunk: int = 8
+    """Columns of a chunk; a row has 2 to 8 chunks."""
+
+    ratio: float
+    """Share of the table's real bytes (rows, state, headers, index) that pruning takes away."""
+
+    warmup: int = 2000
+    """Versions of a shard before its first prune: early gradients are noise."""
+
+    every: int = 500
+    """Versions between prunes; at each, chunks that became hot grow again from zero."""
+
+    decay: float = 0.98
+    """Of utilities, at each prune."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise ValueError(f"prune.ratio is a share of bytes in [0, 1), got {self.ratio}")
+        if self.every < 1 or self.warmup < 0:
+            raise ValueError(f"prune.every is {self.every} and warmup {self.warmup}; at least 1, 0")
+
+    def is_due(self, version: int) -> bool:
+        """Whether a shard prunes when it has reached this version."""
+        return version >= max(self.warmup, 1) and (version - self.warmup) % self.every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One embedding table. Its name and the run's seed are part of what its rows begin as."""
+
+    name: str
+    dim: int
+    optimizer: Optimizer
+    init: Init = Uniform(0.01)  # noqa: RUF009 (frozen)
+    placement: str = "sharded"
+    num_ids: int | None = None
+    """Of a replicated table: ids are 0 to num_ids - 1."""
+
+    max_rows: int = 0
+    """Of each shard; 0 is as many as its memory holds."""
+
+    evict: str | None = None
+    prune: ChunkPrune | None = None
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise ValueError(
+                f"table {self.name!r}: placement is one of {PLACEMENTS}, got {self.placement!r}"
+            )
+        if self.placement == "replicated" and not self.num_ids:
+            raise ValueError(
+                f"table {self.name!r} is replicated, so say how many ids it has: `num_ids`; "
+                f"tables of more than some {FEW_IDS} ids are better sharded"
+            )
+        if self.placement == "replicated" and self.prune is not None:
+            raise ValueError(f"table {self.name!r} is replicated; only sharded tables are pruned")
+        if self.prune is not None and (
+            self.dim % self.prune.chunk or not 2 <= self.dim // self.prune.chunk <= 8
+        ):
+            raise ValueError(
+                f"table {self.name!r}: a dim of {self.dim} in chunks of {self.prune.chunk} columns "
+                f"is {self.dim / self.prune.chunk:g} chunks; 2 to 8 whole ones are possible"
+            )
+
+    @property
+    def chunks(self) -> int:
+        return 1 if self.prune is None else self.dim // self.prune.chunk
+
+
+def check_tables(tables: tuple[Table, ...]) -> None:
+    """Names are identities: each once."""
+    names = [table.name for table in tables]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"tables {twice} are given twice; a name is part of a row's identity")
+
+
+def shard_of(ids: npt.NDArray[np.int64], num_shards: int) -> npt.NDArray[np.int64]:
+    """Where rows live: a hash of the id, the same on every machine, spread evenly."""
+    with np.errstate(over="ignore"):
+        x = ids.view(_U64) ^ _U64(0xD6E8FEB86659FD93)  # not the hash of the row store's index
+        x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+        x = x ^ (x >> _U64(31))
+    return (((x >> _U64(32)) * _U64(num_shards)) >> _U64(32)).astype(np.int64)
