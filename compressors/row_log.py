@@ -31,7 +31,7 @@ from compressors.delta import Delta
 MAGIC = b"RLG1"
 HEAD = struct.Struct("<4sIQI")  # magic, bytes of the list of rows, bytes of their values, crc-32
 SLACK_NBYTES = 8 << 20
-"""A file may always hold so many bytes beyond the rows that live in it."""
+"""A file may hold so many bytes more than one and a half times the rows that live in it."""
 
 COPY_NBYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class RowLog:
                 if change.value is not None
             ]
             self._write_entry(listed, values)
-        if self.position.end > self._slack_nbytes + 2 * self._live_nbytes:
+        if self.position.end > self._slack_nbytes + 3 * self._live_nbytes // 2:
             self._compact()
         return self.position
 

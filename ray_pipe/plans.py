@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from compressors.registry import CodecSpec
 from netsim.topology import Topology
+from ray_pipe.checks import memory_need
 from ray_pipe.config import CodecConfig, RunConfig
 from ray_pipe.data import Order
 from ray_pipe.workload import Workload
@@ -73,6 +74,7 @@ class Arm:
         config, codec = self.config, self.codec
         cuts = self.workload.cuts(config.pipeline.stages)
         builders = self.workload.stage_builders(config.pipeline.stages)
+        rows_nbytes = memory_need(config, self.workload.num_train) if codec.has_memory else 0
         return [
             StageSpec(
                 index=index,
@@ -92,6 +94,7 @@ class Arm:
                 generation=generation,
                 black_box=config.faults.black_box if run and config.faults.max_failures else "off",
                 run=run,
+                rows_nbytes=rows_nbytes,
                 mishaps=tuple(mishap for stage, mishap in self.mishaps if stage == index),
                 link_faults=tuple(fault for stage, fault in self.link_faults if stage == index),
             )

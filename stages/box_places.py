@@ -26,8 +26,8 @@ LOCK_PATIENCE_S = 10.0
 def open_box(setting: str, *, run: str, stage: int, need_nbytes: int) -> BlackBox:
     """The box of a stage: the one it had on this node, else a new one.
 
-    `setting` is a folder or `auto`; `need_nbytes` what an image is expected to take. Raises
-    `OSError` if the folder cannot be used.
+    `setting` is a folder or `auto`; `need_nbytes` what all boxes of the node are expected to take.
+    Raises `OSError` if the folder cannot be used.
     """
     places = candidates(setting)
     folder = _existing(places, run, stage)
@@ -69,9 +69,9 @@ def _existing(places: list[Path], run: str, stage: int) -> Path | None:
 
 
 def _roomy(places: list[Path], need_nbytes: int) -> Path:
-    """The first place with room for several images; the last one if there is none."""
+    """The first place with room enough; the last one if there is none."""
     for place in places[:-1]:
-        if shutil.disk_usage(place.parent).free > MIN_FREE_NBYTES + 8 * need_nbytes:
+        if shutil.disk_usage(place.parent).free > MIN_FREE_NBYTES + 2 * need_nbytes:
             return place
     return places[-1]
 

@@ -48,6 +48,9 @@ class StageSpec:
     run: str = ""
     """Unique name of this training: its black boxes are found by it."""
 
+    rows_nbytes: int = 0
+    """What the codecs of all stages are expected to remember: whether boxes fit in memory."""
+
     mishaps: tuple[Mishap, ...] = ()
     """Faults on purpose, for tests."""
 

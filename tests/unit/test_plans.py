@@ -48,8 +48,10 @@ def test_arms_differ_in_their_codecs_alone() -> None:
         activation_codec=fp32.activation_codec,
         gradient_codec=fp32.gradient_codec,
         build=fp32.build,
+        rows_nbytes=0,  # what the codec remembers
     )
     assert same == fp32
+    assert acsgd.rows_nbytes > 0
 
 
 def test_a_plan_names_the_samples_of_the_next_step() -> None:
