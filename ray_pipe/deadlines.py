@@ -3,12 +3,16 @@
 A wait inside a step is never longer than the step. So once some steps have been seen, a wait of
 several steps is a fault and not slowness: a process that stopped, a frame that nobody has. The
 limit follows the median of the latest steps and how far they vary (median absolute deviation),
-so that neither one slow step nor a first epoch of large frames moves it for good.
+so that neither one slow step nor a first epoch of large frames moves it for good. Short waits are
+forgiven up to a floor, which rises with the load of the machine: where ten threads want each core,
+a process that is well may be silent for ten times as long.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 WINDOW = 32
@@ -23,12 +27,25 @@ CEILING_STEPS = 10.0
 STRETCH = 2.0
 
 
+def crowding() -> float:
+    """Threads that want to run for each core of this machine, over the last minute; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 class Deadlines:
     """`value_s` is the deadline of the next step's waits."""
 
-    def __init__(self, *, start_s: float, floor_s: float, expected_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        start_s: float,
+        floor_s: float,
+        expected_s: float = 0.0,
+        crowding: Callable[[], float] = crowding,
+    ) -> None:
         """`start_s` holds until steps were measured, or longer if the step expected is slow;
-        `floor_s` is the shortest there will be."""
+        `floor_s` is the shortest there will be, times `crowding` but not beyond `start_s`."""
+        self._crowding = crowding
         self._start_s = max(start_s, CEILING_STEPS * expected_s)
         self._floor_s = floor_s
         self._steps: deque[float] = deque(maxlen=WINDOW)
@@ -50,4 +67,5 @@ class Deadlines:
         deviation = median(abs(step - usual) for step in self._steps)
         ceiling = max(self._start_s, CEILING_STEPS * usual, self._floor_s)
         measured = STEPS * usual + DEVIATIONS * deviation
-        return min(max(measured, self._floor_s), ceiling) * self._stretch
+        floor = self._floor_s * self._crowding()
+        return min(max(measured, floor), ceiling) * self._stretch

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
+from ray_pipe.deadlines import crowding
 from ray_pipe.errors import ClusterError
 from ray_pipe.failures import cause_of, is_death, lost_its_node, name_failure, to_error
 from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from ray_pipe.pipeline import Item, Pipeline
 
 PING_S = 5.0
-"""Any process that is not stopped answers within this time, whatever it is computing."""
+"""Any process that is not stopped answers within this time, whatever it is computing,"""
+
+PING_CROWDING = 4.0
+"""or on a busy machine up to so many times it."""
 
 UNAVAILABLE_S = 20.0
 """Until Ray knows whether an actor that cannot be reached is gone with its node."""
@@ -77,8 +81,9 @@ class Rescue:
         }
         pings = {handle.ping.remote(): (i, None) for i, handle in enumerate(pipeline.handles)}
         waiting |= pings
-        silent_at = time.monotonic() + PING_S
-        stuck_at = time.monotonic() + max(PING_S, pipeline.deadlines.value_s)
+        ping_s = PING_S * min(PING_CROWDING, crowding())
+        silent_at = time.monotonic() + ping_s
+        stuck_at = time.monotonic() + max(ping_s, pipeline.deadlines.value_s)
         while waiting and time.monotonic() < stuck_at:
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.1)
             for ref in ready:
@@ -125,9 +130,11 @@ class Rescue:
         decision = self._restore(statuses)
         replayed = self._queue_again(decision.step)
         pipeline.attempt += 1
+        troubles = [text for i in lost if (text := pipeline.infos[i]["box_trouble"])]
         changed = {decision.sources[i] for i in lost} or {*decision.sources} - {"live"} or {"box"}
         return replace(
             failure,
+            cause="; ".join([failure.cause, *troubles]),
             replaced=lost,
             resumed_from=decision.step,
             source=sorted(changed)[0],

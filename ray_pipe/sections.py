@@ -298,9 +298,10 @@ class FaultsConfig:
     """Folder on each node where a stage keeps its last two steps outside its process, off, or
     auto: /dev/shm if it has room, else the folder for temporary files."""
 
-    min_deadline_s: float = option(10.0, above=0.0, below=math.inf, unit="duration")
+    min_deadline_s: float = option(30.0, above=0.0, below=math.inf, unit="duration")
     """Shortest wait for a neighbour that counts as a failure, once step times were measured:
-    then a wait may take four median steps and ten times their deviation."""
+    then a wait may take four median steps and ten times their deviation. Longer where the
+    driver's machine is busy: times the threads that want each core, up to `deadline_s`."""
 
     def __post_init__(self) -> None:
         check_section(self, prefix="faults.")

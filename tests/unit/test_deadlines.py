@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ray_pipe.deadlines import Deadlines
+from ray_pipe.deadlines import Deadlines, crowding
 
 
-def fed(*steps: float, start_s: float = 60.0, floor_s: float = 10.0) -> Deadlines:
-    deadlines = Deadlines(start_s=start_s, floor_s=floor_s)
+def fed(
+    *steps: float, start_s: float = 60.0, floor_s: float = 10.0, crowding: float = 1.0
+) -> Deadlines:
+    deadlines = Deadlines(start_s=start_s, floor_s=floor_s, crowding=lambda: crowding)
     for step_s in steps:
         deadlines.add(step_s)
     return deadlines
@@ -51,3 +53,20 @@ def test_after_a_wait_in_vain_it_is_doubled() -> None:
     deadlines.stretch()
 
     assert deadlines.value_s == 40.0
+
+
+def test_where_many_threads_want_a_core_the_floor_rises_up_to_the_start() -> None:
+    assert fed(*[0.1] * 10, crowding=3.0).value_s == 30.0
+    assert fed(*[0.1] * 10, crowding=17.0).value_s == 60.0
+    assert fed(*[0.1] * 10, start_s=3.0, floor_s=3.0, crowding=17.0).value_s == 3.0
+    assert fed(*[5.0] * 10, crowding=1.5).value_s == 20.0  # such steps were measured under load
+
+
+@pytest.mark.parametrize(("load", "expected"), [(0.5, 1.0), (4.0, 1.0), (34.0, 8.5)])
+def test_crowding_is_the_load_of_a_core(
+    monkeypatch: pytest.MonkeyPatch, load: float, expected: float
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 99.0, 99.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+
+    assert crowding() == expected
