@@ -195,6 +195,15 @@ def write_all(fd: int, buffers: Iterable[Buffer], offset: int) -> int:
     return offset
 
 
+def read_all(fd: int, nbytes: int, offset: int) -> bytearray:
+    """That many bytes, fewer only where the file ends; one call of the system gives up to 2 GiB."""
+    found = bytearray(nbytes)
+    at = 0
+    while at < nbytes and (count := os.preadv(fd, [memoryview(found)[at:]], offset + at)):
+        at += count
+    return found[:at] if at < nbytes else found
+
+
 def row_store(codec: Compressor | None) -> RowStore | None:
     """The rows that a codec, or one it wraps, remembers."""
     delta = _delta_of(codec)

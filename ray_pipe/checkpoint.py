@@ -100,7 +100,7 @@ class Saver:
             self._end(self._pending.pop(0))
         place = self._store.place(self._arm.name, step + 1)
         aside = place.aside()
-        aside.remove()
+        self._tidy(aside)
         folder = str(aside) if self._shared else None
         calls = self._pipeline.start_save(uuid.uuid4().hex, step, folder)
         self._pending.append(_Pending(step=step, place=place, aside=aside, calls=calls))
@@ -132,12 +132,19 @@ class Saver:
                 f"the checkpoint of step {one.step + 1} could not be written: {error}; {last}, and "
                 "training goes on"
             )
-            one.aside.remove()
+            self._tidy(one.aside)
             return
         try:
             self._store.prune(self._arm.name, self._arm.config.checkpoint.keep)
         except StorageError as error:
             self._on_warning(f"an old checkpoint could not be removed: {error}")
+
+    def _tidy(self, aside: Folder) -> None:
+        """Remove what an earlier try has left; if that fails it will be written over."""
+        try:
+            aside.remove()
+        except StorageError as error:
+            self._on_warning(f"what is left of a checkpoint could not be removed: {error}")
 
     def _commit(self, one: _Pending) -> Checkpoint:
         results = self._pipeline.saved(one.calls, wait=True)

@@ -84,7 +84,7 @@ class Resume:
                 "the run again without --resume, in another folder."
             )
         notes = [
-            f"{trouble} The one before it is taken, {newest.path}."
+            f"{trouble} The newest whole one is taken, {newest.path}."
             for trouble in troubles
             if newest
         ]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from compressors.base import State
 from compressors.buffers import Change, as_bytes
-from compressors.row_log import Position, RowLog, RowLogError, write_all
+from compressors.row_log import Position, RowLog, RowLogError, read_all, write_all
 
 MAGIC = b"BOX1"
 MARK = struct.Struct("<4s4xqQII")  # magic, step, bytes of the notes, crc of notes and arrays, own
@@ -104,7 +104,10 @@ class BlackBox:
             self._positions.pop(old, None)
         os.pwrite(fd, bytes(MARK.size), 0)
         self._tell("rows")
-        position = self._log.append(image.changes)
+        try:
+            position = self._log.append(image.changes)
+        except RowLogError as error:
+            raise BoxError(f"the black box {self.folder}: {error}") from error
         arrays = {name: tensor.detach() for name, tensor in image.arrays.items()}
         table = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in arrays.items()}
         body = {"step": image.step, "rows": position, "arrays": table, "notes": image.notes}
@@ -136,7 +139,7 @@ class BlackBox:
         for name, (dtype, shape) in body["arrays"].items():
             kind: torch.dtype = getattr(torch, dtype)
             count = torch.Size(shape).numel()
-            raw = bytearray(os.pread(self._slots[slot], count * kind.itemsize, offset))
+            raw = read_all(self._slots[slot], count * kind.itemsize, offset)
             crc = zlib.crc32(raw, crc)
             offset += len(raw)
             if len(raw) != count * kind.itemsize:

@@ -165,3 +165,28 @@ def test_a_removed_box_leaves_no_folder_and_refuses_work(tmp_path: Path) -> None
     assert one.steps() == []
     with pytest.raises(BoxError, match="closed"):
         one.write(image(0))
+
+
+def test_an_array_larger_than_one_call_of_the_system_reads_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = filled(tmp_path / "b", 2)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:7]], at))
+
+    check(box, 1)
+
+
+def test_a_log_of_rows_that_cannot_be_read_while_written_anew_is_the_boxs_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper gives such a box up; any other error would end the run."""
+    box = filled(tmp_path / "b", 2)
+    box._log._slack_nbytes = -(1 << 20)  # write the log anew, now
+
+    def cut(part: str) -> None:
+        monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: b"")
+
+    box.on_write = cut
+    with pytest.raises(BoxError, match=r"b: the log of rows ends in the middle of a row"):
+        box.write(image(2))

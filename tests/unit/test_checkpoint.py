@@ -95,6 +95,27 @@ def test_a_stage_that_cannot_write_costs_a_checkpoint_not_the_run(tmp_path: Path
     assert not list((tmp_path / "demo" / "checkpoints" / "acsgd").glob("*.part"))
 
 
+def test_what_is_left_of_a_checkpoint_and_stays_costs_neither_the_run_nor_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Folder) -> None:
+        raise StorageError(5, f"cannot remove {folder.name}: the store does not answer")
+
+    def break_once(pipeline: FakePipeline, step: int) -> None:
+        pipeline.fail = {1: StorageError(28, "the disk is full")} if step == 3 else {}
+
+    monkeypatch.setattr(Folder, "remove", refuse)
+    run = SavedRun(
+        path=tmp_path / "demo",
+        steps=6,
+        at_step=break_once,
+        settings={"checkpoint__dir": f"memory://{tmp_path.name}"},
+    ).train()
+
+    assert steps_of(run) == [2, 6]
+    assert sum("checkpoint_000004: the store does not answer" in w for w in run.warnings) == 2
+
+
 def test_a_stage_that_died_is_named(tmp_path: Path) -> None:
     def die(pipeline: FakePipeline, step: int) -> None:
         pipeline.fail = {0: RuntimeError("the actor is dead")} if step == 1 else {}

@@ -169,7 +169,7 @@ def test_a_spoilt_file_is_named_and_the_one_before_is_taken(
     assert start.checkpoint is not None
     assert start.checkpoint.step == 4
     assert name in start.notes[0]
-    assert "The one before it is taken" in start.notes[0]
+    assert "The newest whole one is taken" in start.notes[0]
     store, chosen = at(done, 6)
     with pytest.raises(CheckpointError, match=name):
         Resume(store=store, chosen=chosen).start(done.arm)
