@@ -29,6 +29,9 @@ from ray_pipe.preflight import check_address
 NAMESPACE = "ray_pipe"
 INLINE_NBYTES = 4 << 20
 START_TIMEOUT_S = 120.0
+START_TRIES = 3
+"""Ray gives its own start on this machine 30 s, which a machine that is busy may not keep."""
+
 CLOSE_TIMEOUT_S = 3.0
 
 
@@ -69,13 +72,25 @@ def connect(
     else:
         options["address"] = existing
     try:
-        context = ray.init(**options)
+        context = start_ray(options, tries=1 if existing else START_TRIES)
     except Exception as error:
         raise ClusterError(_explain(label if existing else None, error)) from error
     try:
         yield f"http://{context.dashboard_url}" if context.dashboard_url else None
     finally:
         ray.shutdown()
+
+
+def start_ray(options: dict[str, Any], *, tries: int) -> Any:
+    """`ray.init`, once more where it only took too long."""
+    while True:
+        try:
+            return ray.init(**options)
+        except Exception as error:
+            tries -= 1
+            if tries == 0 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
 
 
 def show_dashboard(url: str | None) -> str:

@@ -29,13 +29,16 @@ def cluster() -> Iterator[None]:
     """A Ray cluster of this machine, started once for all tests that need it."""
     import ray
 
-    ray.init(
-        address="local",  # whatever else runs on this machine
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=200 << 20,
-    )
+    from ray_pipe.cluster import START_TRIES, start_ray
+
+    options = {
+        "address": "local",  # whatever else runs on this machine
+        "num_cpus": 8,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "object_store_memory": 200 << 20,
+    }
+    start_ray(options, tries=START_TRIES)
     yield
     ray.shutdown()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ray_pipe import cluster
+from ray_pipe.errors import ClusterError
 
 
 class FakeRay:
@@ -70,3 +71,38 @@ def test_the_user_is_told_where_the_dashboard_is_or_why_there_is_none() -> None:
     assert cluster.show_dashboard("http://head:8265").startswith("dashboard: http://head:8265 (")
     assert "no dashboard" in cluster.show_dashboard(None)
     assert "--include-dashboard=true" in cluster.show_dashboard(None)
+
+
+class SlowRay(FakeRay):
+    """Starts in time only when asked for the `nth` time."""
+
+    def __init__(self, nth: int, trouble: str) -> None:
+        super().__init__()
+        self.nth, self.trouble, self.asked = nth, trouble, 0
+
+    def init(self, **options: Any) -> SimpleNamespace:
+        self.asked += 1
+        if self.asked < self.nth:
+            raise RuntimeError(self.trouble)
+        return super().init(**options)
+
+
+LATE = "The current node timed out during startup."
+
+
+@pytest.mark.parametrize(
+    ("nth", "trouble", "asked"), [(3, LATE, 3), (4, LATE, 3), (2, "no such thing", 1)]
+)
+def test_a_ray_of_our_own_that_starts_too_slowly_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, nth: int, trouble: str, asked: int
+) -> None:
+    fake = start(monkeypatch, SlowRay(nth, trouble))
+
+    if nth == 3:
+        with cluster.connect(None):
+            assert fake.is_up
+    else:
+        with pytest.raises(ClusterError, match=f"could not be started on this machine: {trouble}"):
+            cluster.connect(None).__enter__()
+
+    assert fake.asked == asked  # type: ignore[attr-defined]
