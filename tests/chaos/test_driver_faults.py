@@ -59,8 +59,9 @@ class Run:
         raise AssertionError(f"step {step} never came: {self.output()}")
 
     def stages(self) -> list[int]:
-        """Process ids of its stages."""
-        return [pid for pid, words in self._processes() if "PipelineStage" in words]
+        """Process ids of its stages; Ray titles them by what they are doing."""
+        titles = ("ray::PipelineStage", "ray::fp32 step", "ray::directq step", "ray::acsgd step")
+        return [pid for pid, words in self._processes() if words.startswith(titles)]
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         for entry in Path("/proc").iterdir():

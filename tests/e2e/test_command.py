@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 300.0
+"""For a machine that many others use; only a run that hangs takes so long."""
+
 SMALL = [
     "--model", "gpt-nano", "--stages", "2", "--micro-batches", "2", "--micro-batch-size", "2",
     "--set", "data.num_samples=8",
@@ -41,8 +45,16 @@ def start(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout)
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Status, output and errors. One that hangs is ended with all its children."""
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        family = {process.pid, *children_of(process.pid)}
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
     return process.returncode, out, err
 
 
@@ -122,30 +134,27 @@ def test_ctrl_c_stops_cleanly_and_leaves_no_process_behind(tmp_path: Path) -> No
     assert len(children) > 4
 
     process.send_signal(signal.SIGINT)
-    code, _, err = finish(process, timeout=30)
+    code, _, err = finish(process)
 
     assert code == 130, err
     assert "Traceback" not in err
-    assert gone(children, within_s=20) == set()
+    assert gone(children, within_s=PATIENCE_S) == set()
     results = json.loads((metrics.parent / "results.json").read_text())
     assert results["arms"][0]["steps"] >= 3
 
 
-def test_a_stage_that_dies_ends_the_run_with_its_name_and_a_failing_status(tmp_path: Path) -> None:
-    process = start("--codec", "acsgd", "--steps", "100000", "--out", str(tmp_path), *SMALL)
+def test_a_stage_that_dies_ends_a_run_that_may_not_recover_with_its_name(tmp_path: Path) -> None:
+    words = ["--codec", "acsgd", "--steps", "100000", "--max-failures", "0"]
+    process = start(*words, "--out", str(tmp_path), *SMALL)
     wait_for_steps(process, tmp_path, 2)
-    victim = next(
-        pid for pid in children_of(process.pid) if b"stage=1" in command_line(pid)
-        or b"PipelineStage" in command_line(pid)
-    )  # fmt: skip
+    victim = next(pid for pid in children_of(process.pid) if is_stage(command_line(pid)))
 
     os.kill(victim, signal.SIGKILL)
-    killed = time.monotonic()
-    code, _, err = finish(process, timeout=60)
+    code, _, err = finish(process)
 
     assert code == 1
-    assert time.monotonic() - killed < 20  # noticed within 10 s; the rest is Ray's own shutdown
-    assert "died in step" in err
+    assert "stage 1 died in step" in err or "stage 0 died in step" in err
+    assert "recovery is off (--max-failures 0)" in " ".join(err.split())
     assert "Traceback" not in err
 
 
@@ -159,6 +168,11 @@ def test_an_address_where_nobody_answers_is_refused_with_the_way_out(tmp_path: P
     assert "Traceback" not in err
 
 
+def is_stage(words: bytes) -> bool:
+    """Ray titles a stage's process by what it is doing: a step, or nothing."""
+    return words.startswith((b"ray::PipelineStage", b"ray::acsgd step"))
+
+
 def command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -168,11 +182,11 @@ def command_line(pid: int) -> bytes:
 
 def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> Path:
     """Until the run has written `count` lines of metrics."""
-    end = time.monotonic() + 90
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         assert process.poll() is None, process.communicate()[1]
         for path in out.glob("*/metrics.jsonl"):
             if len(path.read_text().splitlines()) >= count:
                 return path
         time.sleep(0.2)
-    raise AssertionError(f"no {count} steps within 90 s")
+    raise AssertionError(f"no {count} steps within {PATIENCE_S:.0f} s")

@@ -40,7 +40,7 @@ def command(module: str, *words: str) -> tuple[int, str, str]:
         env=clean,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=400,
     )
     return result.returncode, result.stdout, result.stderr
 
@@ -87,7 +87,7 @@ def test_every_node_is_looked_at_and_runs_our_source(checkup: dict[str, Any]) ->
         }
         assert node["software"]["source"] == source_digest()
         assert node["num_cores"] == len(os.sched_getaffinity(0))
-        assert abs(node["clock_offset_s"]) < 0.1  # the same clock
+        assert abs(node["clock_offset_s"]) <= node["clock_error_s"] + 0.01  # the same clock
         assert node["free_memory_nbytes"] > 0
         assert node["disks"][0]["free_nbytes"] > 0
     assert first["disks"][0]["path"].startswith("/tmp/rp-")

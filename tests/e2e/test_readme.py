@@ -17,7 +17,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=180
+        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=400
     )
 
 

@@ -63,7 +63,7 @@ def address(home: Path) -> Iterator[str]:
             yield wait_for_address(head, log)
         finally:
             head.send_signal(signal.SIGTERM)  # `--block` ends all that it started
-            head.wait(timeout=60)
+            head.wait(timeout=400)
 
 
 def free_ports(count: int) -> list[int]:
@@ -92,7 +92,7 @@ def command(home: Path, module: str, *words: str, **env: str) -> tuple[int, str,
         env=environment(home, **env),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     return result.returncode, " ".join(result.stdout.split()), " ".join(result.stderr.split())
 

@@ -224,7 +224,7 @@ class Threads:
         self.lanes: list[ThreadLane] = []
         self.stages: list[Stage] = []
         for spec, loop in zip(bench.specs(), self.loops):
-            self.stages.append(loop.submit(self._assemble(bench, spec)).result(10))
+            self.stages.append(loop.submit(self._assemble(bench, spec)).result(60))
 
     async def _assemble(self, bench: Bench, spec: Any) -> Stage:
         recorder = Recorder()
@@ -250,7 +250,7 @@ class Threads:
         return [loop.submit(stage.run(plan)) for loop, stage in zip(self.loops, self.stages)]
 
     def run(self, plan: StepPlan) -> list[StepRecord]:
-        return [future.result(30) for future in self.start(plan)]
+        return [future.result(60) for future in self.start(plan)]
 
     def close(self) -> None:
         for lane in self.lanes:
@@ -272,7 +272,7 @@ def test_a_thread_that_computes_while_its_step_is_aborted_leaves_no_trace(blocke
         result = right(micro_batch, *args, **options)
         if micro_batch == 1:
             running.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
         return result
 
     try:
@@ -280,7 +280,7 @@ def test_a_thread_that_computes_while_its_step_is_aborted_leaves_no_trace(blocke
         before = state_of(threads.stages)
         setattr(compute, blocked, slow)
         runs = threads.start(bench.plan(3))
-        assert running.wait(30)
+        assert running.wait(60)
         for stage, loop in zip(threads.stages, threads.loops):
             loop.call_soon(stage.abort, "a test said so")
         assert isinstance(runs[1].exception(30), StageAborted)

@@ -55,7 +55,7 @@ def heard(actor: StageActor, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
 
 def settle(actor: StageActor) -> None:
     done = functools.partial(time.monotonic)
-    actor._loop.submit(actor_module._on_loop(done)).result(10)
+    actor._loop.submit(actor_module._on_loop(done)).result(60)
 
 
 def test_frames_of_another_generation_are_dropped(

@@ -35,7 +35,7 @@ class Hands:
         self.stages: list[Stage] = []
         self.lanes: list[ThreadLane] = []
         for spec, loop in zip(bench.specs(), self.loops):
-            self.stages.append(loop.submit(self._assemble(spec, connected)).result(10))
+            self.stages.append(loop.submit(self._assemble(spec, connected)).result(60))
             self.hands.append(StageByHand(self.stages[-1], loop))
 
     async def _assemble(self, spec: Any, connected: bool) -> Stage:

@@ -27,7 +27,7 @@ def test_an_hour_takes_no_time() -> None:
     started = time.monotonic()
 
     assert run_virtual(main()) == 3600.0
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 600  # of 3600, however busy the machine is
 
 
 def test_time_stands_still_while_code_runs() -> None:
@@ -361,7 +361,7 @@ def test_a_loop_thread_runs_coroutines_for_other_threads(thread) -> None:
         await asyncio.sleep(0)
         return a + b, threading.current_thread().name
 
-    assert thread.submit(add(2, 3)).result(timeout=5) == (5, "test-loop")
+    assert thread.submit(add(2, 3)).result(timeout=60) == (5, "test-loop")
 
 
 def test_calls_reach_the_loop_in_order(thread) -> None:
@@ -372,7 +372,7 @@ def test_calls_reach_the_loop_in_order(thread) -> None:
         thread.call_soon(seen.append, number)
     thread.call_soon(done.set)
 
-    assert done.wait(5)
+    assert done.wait(60)
     assert seen == list(range(100))
 
 
@@ -390,12 +390,12 @@ def test_stopping_cancels_tasks_and_waits_for_their_clean_up() -> None:
 
     thread = LoopThread("stopping")
     future = thread.submit(forever())
-    assert started.wait(5)
+    assert started.wait(60)
     thread.stop()
 
     assert cleaned == ["yes"]
     with pytest.raises(CancelledError):
-        future.result(timeout=5)
+        future.result(timeout=60)
 
 
 def test_a_stopped_loop_thread_takes_no_more_work() -> None:
@@ -422,7 +422,7 @@ def test_an_error_in_a_callback_of_a_loop_thread_is_reported() -> None:
     thread = LoopThread("reporting", on_error=hear)
     thread.call_soon([].index, 5)
 
-    assert told.wait(5)
+    assert told.wait(60)
     thread.stop()
     assert isinstance(errors[0], ValueError)
 

@@ -72,7 +72,7 @@ def test_the_newest_text_is_shown_under_the_jobs_key() -> None:
     store = Store(record())
     with JobMessage("demo", job="raysubmit_1", store=store, interval_s=0.0) as message:
         message.show("step 1")
-        assert store.written.wait(5.0)
+        assert store.written.wait(60.0)
 
     assert json.loads(store.value or b"")["message"] == "step 1"
     assert set(store.keys) == {"_ray_internal_job_info_raysubmit_1"}

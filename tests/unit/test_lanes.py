@@ -32,7 +32,7 @@ def test_work_runs_in_one_thread_in_the_order_it_was_given() -> None:
 
     loop = LoopThread()
     try:
-        assert loop.submit(main()).result(10) == [2 * i for i in range(20)]
+        assert loop.submit(main()).result(60) == [2 * i for i in range(20)]
     finally:
         loop.stop()
     assert [index for index, _ in seen] == list(range(20))
@@ -46,7 +46,7 @@ def test_work_that_nobody_waits_for_any_more_is_not_begun() -> None:
 
     def first() -> None:
         running.set()
-        go_on.wait(10)
+        go_on.wait(60)
         seen.append("first")
 
     async def main() -> None:
@@ -56,7 +56,7 @@ def test_work_that_nobody_waits_for_any_more_is_not_begun() -> None:
             asyncio.create_task(lane.run("forward", "F1", 1, seen.append, "second")),
         ]
         await asyncio.sleep(0)
-        running.wait(10)
+        running.wait(60)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -65,7 +65,7 @@ def test_work_that_nobody_waits_for_any_more_is_not_begun() -> None:
 
     loop = LoopThread()
     try:
-        loop.submit(main()).result(10)
+        loop.submit(main()).result(60)
     finally:
         loop.stop()
     assert seen == ["first", "third"]
@@ -83,7 +83,7 @@ def test_an_error_comes_back_and_is_measured_too() -> None:
 
     loop = LoopThread()
     try:
-        loop.submit(main()).result(10)
+        loop.submit(main()).result(60)
     finally:
         loop.stop()
     spans, seconds = recorder.drain()
@@ -104,7 +104,7 @@ def test_even_stop_iteration_comes_back_because_a_lost_error_would_hang_the_stag
 
     loop = LoopThread()
     try:
-        loop.submit(main()).result(10)
+        loop.submit(main()).result(60)
     finally:
         loop.stop()
 

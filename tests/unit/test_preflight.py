@@ -22,7 +22,7 @@ from ray_pipe.cluster import connect
 from ray_pipe.errors import ClusterError
 from ray_pipe.preflight import Head, check_address, explain, refuse_other_version, refuse_outsider
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 OWN_ID = "ab" * 28
 
 
