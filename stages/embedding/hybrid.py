@@ -1,0 +1,456 @@
+"""The client of the embedding shards: Persia's hybrid of asynchronous rows and a synchronous net.
+
+Path: ray_pipe.data -> stages.embedding.hybrid -> stages.embedding.letters
+
+    ahead = hybrid.announce({"user": ids, ...})   ids leave at once, long before they are needed
+    step = await hybrid.pull(ahead)               a permit first, then rows from every shard
+    loss(step.rows["user"][step.index["user"]]).backward()
+    hybrid.push_soon(step)                        the permit returns with the last acknowledgement
+
+`rows` are leaf tensors of distinct rows: their gradients add up over duplicates and micro-batches
+in autograd, as they would in one process, and are pushed once. With tau = 0 and an fp32 wire the
+run is a single process's run to the bit. Every step goes to every shard, if only as an empty part:
+so a version counts the same step everywhere, and Adam's bias correction too.
+
+Every letter may be lost, and is then sent again; shards take it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from compressors.base import CodecError, Packet
+from compressors.frame import FrameError, FrameHeader, pack, unpack
+from compressors.id_lists import dedupe
+from netsim.link import LinkLike
+from stages.embedding import letters
+from stages.embedding.letters import Wire
+from stages.embedding.permits import Permits
+from stages.embedding.shard import IdSet, Rows, StalenessError
+from stages.embedding.tables import Table, check_tables, shard_of
+
+Ids = npt.NDArray[np.int64]
+ANSWERS = {"pull": "rows", "push": "ack", "void": "ack", "read": "values"}
+
+
+class ShardTimeout(RuntimeError):
+    """A shard does not answer."""
+
+
+class ShardRefused(RuntimeError):
+    """A shard refused a pull or a push; its own words follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """A step whose ids are on their way."""
+
+    ticket: int
+    ids: Mapping[str, Ids]
+    """Distinct ids of each table, rising."""
+
+    index: Mapping[str, Tensor]
+    """Where each occurrence is among them."""
+
+    places: Mapping[str, npt.NDArray[np.int64]]
+    """The shard of each distinct id."""
+
+    parts: Sequence[Mapping[str, IdSet]]
+    """What each shard is asked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """A step whose rows are here. Gradients collect in `rows[table].grad`."""
+
+    ahead: Ahead
+    rows: dict[str, Tensor]
+    pulled: Sequence[Mapping[str, Rows]]
+    v_read: list[int]
+
+    @property
+    def ticket(self) -> int:
+        return self.ahead.ticket
+
+    @property
+    def index(self) -> Mapping[str, Tensor]:
+        return self.ahead.index
+
+    @property
+    def ids(self) -> Mapping[str, Ids]:
+        return self.ahead.ids
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientCounts:
+    """What happened so far, as this client saw it."""
+
+    pushed: int = 0
+    voided: int = 0
+    lost_pushes: int = 0
+    """Parts of pushes that a restarted shard could not take."""
+
+    lost_versions: int = 0
+    """Versions that shards had acknowledged and came back without."""
+
+    resent: int = 0
+    num_damaged: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+
+class Hybrid:
+    """One dense worker's view of all shards. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        tables: tuple[Table, ...],
+        *,
+        permits: Permits,
+        links: Sequence[LinkLike],
+        wire: Wire | None = None,
+        client: int = 0,
+        session: int = 0,
+        deadline_s: float = 30.0,
+        num_tries: int = 5,
+    ) -> None:
+        check_tables(tables)
+        self.tables = {table.name: table for table in tables if table.placement == "sharded"}
+        self.permits = permits
+        self.counts = ClientCounts()
+        self._links = list(links)
+        self._wire = wire or Wire()
+        self._client = client
+        self._session = session
+        self._deadline_s = deadline_s
+        self._num_tries = num_tries
+        self._waiting: dict[tuple[str, int, int], asyncio.Future[tuple[FrameHeader, Any]]] = {}
+        self._version = [0] * len(self._links)
+        self._pushes: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._num_sent = 0
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def announce(self, ids: Mapping[str, Any]) -> Ahead:
+        """Number a step and send its ids ahead. Any shape of int64; no permit is needed yet."""
+        ahead = self._split(self.permits.next_ticket(), ids)
+        for shard, part in enumerate(ahead.parts):
+            self._send(shard, ahead.ticket, "ids", letters.ids_packet(part))
+        return ahead
+
+    async def pull(self, ahead: Ahead) -> Step:
+        """Take a permit, then the rows. Raises what went wrong in an earlier `push_soon`."""
+        self._raise_failure()
+        await self.permits.acquire(ahead.ticket)
+        return await self._fetch(ahead)
+
+    async def _fetch(self, ahead: Ahead) -> Step:
+        """The rows of a step that has its permit."""
+        floor = list(self._version)
+        try:
+            answers = await _all(
+                self._ask(shard, ahead.ticket, "pull", again=ahead.parts[shard])
+                for shard in range(len(self._links))
+            )
+            pulled = [letters.read_rows(packet, self.tables) for _, packet in answers]
+            versions = [
+                self._note_version(shard, header, floor[shard])
+                for shard, (header, _) in enumerate(answers)
+            ]
+            rows = {name: self._join(name, ahead, pulled) for name in ahead.ids}
+        except BaseException:
+            await asyncio.shield(self._void(ahead.ticket))
+            raise
+        return Step(ahead=ahead, rows=rows, pulled=pulled, v_read=versions)
+
+    async def push(self, step: Step) -> None:
+        """Send the gradients and wait until every shard has settled them; the permit goes home.
+
+        A gradient that is not finite is refused by table and id before anything is sent, and the
+        step is void on every shard.
+        """
+        try:
+            packets = [self._gradients(step, shard) for shard in range(len(self._links))]
+        except BaseException:
+            await asyncio.shield(self._void(step.ticket))
+            raise
+        try:
+            answers = await _all(
+                self._ask(shard, step.ticket, "push", packet, v_read=step.v_read[shard])
+                for shard, packet in enumerate(packets)
+            )
+        finally:
+            self.permits.release(step.ticket)
+        self.counts.pushed += 1
+        for shard, (header, _) in enumerate(answers):
+            self._note_ack(shard, header)
+
+    def push_soon(self, step: Step) -> None:
+        """`push` beside whatever comes next; its error is raised by the next `pull` or `drain`."""
+        task = asyncio.get_running_loop().create_task(self._push_beside(step))
+        self._pushes.add(task)
+        task.add_done_callback(self._pushes.discard)
+
+    async def void(self, step: Step) -> None:
+        """The step failed: nothing of it is applied, nobody waits for it."""
+        await self._void(step.ticket)
+
+    async def read(self, ids: Mapping[str, Any]) -> Step:
+        """Rows for evaluation, after all that is under way: no permit, no new rows, no recency."""
+        await self.drain()
+        ahead = self._split(self.permits.next_ticket(), ids)
+        answers = await _all(
+            self._ask(shard, ahead.ticket, "read", letters.ids_packet(part))
+            for shard, part in enumerate(ahead.parts)
+        )
+        pulled = [letters.read_rows(packet, self.tables) for _, packet in answers]
+        versions = [int(header.body["version"]) for header, _ in answers]
+        rows = {name: self._join(name, ahead, pulled).detach() for name in ahead.ids}
+        return Step(ahead=ahead, rows=rows, pulled=pulled, v_read=versions)
+
+    async def drain(self) -> None:
+        """Wait until no step of anybody is under way; raise what went wrong beside."""
+        while self._pushes:
+            await asyncio.wait(set(self._pushes))
+        await self.permits.all_home()
+        self._raise_failure()
+
+    async def run(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        train: Callable[[int, Step], Any],
+        *,
+        lookahead: int = 4,
+    ) -> None:
+        """Persia's loops: ids go ahead, rows are pulled, steps are trained in order, pushed beside.
+
+        `train(number, step)` runs forward and backward, and may be a coroutine. If it raises, its
+        step and all that were pulled after it are voided, the permits are home, and it is raised.
+        """
+        ready: asyncio.Queue[asyncio.Task[Step] | None] = asyncio.Queue()
+        puller = asyncio.get_running_loop().create_task(
+            self._pull_all(iter(batches), ready, lookahead)
+        )
+        number = 0
+        step: Step | None = None
+        try:
+            while (fetched := await ready.get()) is not None:
+                step = await fetched
+                result = train(number, step)
+                if asyncio.iscoroutine(result):
+                    await result
+                self.push_soon(step)
+                step = None
+                number += 1
+            await puller
+            await self.drain()
+        except BaseException:
+            puller.cancel()
+            await asyncio.gather(puller, return_exceptions=True)
+            left = [] if step is None else [step]
+            while not ready.empty():
+                task = ready.get_nowait()
+                if task is not None:
+                    (done,) = await asyncio.gather(task, return_exceptions=True)
+                    left += [done] if isinstance(done, Step) else []
+            for unfinished in left:
+                await self._void(unfinished.ticket)
+            while self._pushes:
+                await asyncio.wait(set(self._pushes))
+            raise
+
+    async def _pull_all(
+        self, batches: Any, ready: asyncio.Queue[asyncio.Task[Step] | None], lookahead: int
+    ) -> None:
+        """Announce ahead; fetch each step as soon as it has a permit, several at a time."""
+        line: deque[Ahead] = deque()
+        try:
+            while True:
+                while batches is not None and len(line) <= lookahead:
+                    batch = next(batches, None)
+                    if batch is None:
+                        batches = None
+                    else:
+                        line.append(self.announce(batch))
+                if not line:
+                    return
+                self._raise_failure()
+                ahead = line.popleft()
+                await self.permits.acquire(ahead.ticket)
+                ready.put_nowait(asyncio.get_running_loop().create_task(self._fetch(ahead)))
+        finally:
+            ready.put_nowait(None)  # the end, or an error that `await puller` raises
+
+    # --- ids and rows -----------------------------------------------------------------------------
+
+    def _split(self, ticket: int, ids: Mapping[str, Any]) -> Ahead:
+        unknown = sorted(set(ids) - set(self.tables))
+        if unknown:
+            raise ValueError(f"sharded tables are {sorted(self.tables)}, got ids for {unknown}")
+        unique, index, places = {}, {}, {}
+        parts: list[dict[str, IdSet]] = [{} for _ in self._links]
+        for name in self.tables:  # every table, in one order, so that each step is a step of each
+            array = np.asarray(ids.get(name, np.empty(0, np.int64)))
+            if array.dtype != np.int64:
+                raise TypeError(f"ids of table {name!r} are int64, got {array.dtype}")
+            unique[name], inverse, counts = dedupe(np.ascontiguousarray(array).reshape(-1))
+            index[name] = torch.from_numpy(inverse).reshape(array.shape)
+            places[name] = shard_of(unique[name], len(self._links))
+            counted = counts.astype(np.float32) if self.tables[name].prune is not None else None
+            for shard, part in enumerate(parts):
+                mine = places[name] == shard
+                part[name] = IdSet(
+                    ids=unique[name][mine], counts=None if counted is None else counted[mine]
+                )
+        return Ahead(ticket=ticket, ids=unique, index=index, places=places, parts=parts)
+
+    def _join(self, name: str, ahead: Ahead, pulled: Sequence[Mapping[str, Rows]]) -> Tensor:
+        rows = np.empty((len(ahead.ids[name]), self.tables[name].dim), np.float32)
+        for shard, part in enumerate(pulled):
+            mine = ahead.places[name] == shard
+            if len(part[name].weights) != int(mine.sum()):
+                raise CodecError(f"shard {shard}, table {name!r}: not as many rows as ids")
+            rows[mine] = part[name].weights
+        return torch.from_numpy(rows).requires_grad_()
+
+    def _gradients(self, step: Step, shard: int) -> Packet:
+        gradients, ids = {}, {}
+        for name, rows in step.rows.items():
+            mine = step.ahead.places[name] == shard
+            whole = torch.zeros_like(rows) if rows.grad is None else rows.grad
+            gradients[name] = np.ascontiguousarray(whole.numpy()[mine], np.float32)
+            ids[name] = step.ahead.ids[name][mine]
+        return letters.gradients_packet(
+            gradients, step.pulled[shard], ids, self.tables, self._wire.gradients
+        )
+
+    # --- letters ----------------------------------------------------------------------------------
+
+    def on_frame(self, frame: Any) -> None:
+        """A letter from a shard."""
+        try:
+            header, packet = unpack(frame)
+        except FrameError:
+            self.counts.num_damaged += 1
+            return
+        if header.generation != self._session:
+            return
+        op = header.body.get("op", "")
+        waiting = self._waiting.get((op, header.step, header.source))
+        if op in ("need", "error"):
+            for answer in ("rows", "ack", "values"):
+                waiting = waiting or self._waiting.get((answer, header.step, header.source))
+        if waiting is not None and not waiting.done():
+            waiting.set_result((header, packet))
+
+    async def _ask(
+        self,
+        shard: int,
+        ticket: int,
+        op: str,
+        packet: Packet | None = None,
+        *,
+        again: Mapping[str, IdSet] | None = None,
+        **body: Any,
+    ) -> tuple[FrameHeader, Any]:
+        """Send until it is answered; every shard takes a letter once."""
+        key = (ANSWERS[op], ticket, shard)
+        loop = asyncio.get_running_loop()
+        started, wait_s = loop.time(), self._deadline_s
+        for attempt in range(self._num_tries):
+            answer: asyncio.Future[tuple[FrameHeader, Any]] = loop.create_future()
+            self._waiting[key] = answer
+            self._send(shard, ticket, op, packet, **body)
+            self.counts.resent += attempt > 0
+            try:
+                header, reply = await asyncio.wait_for(answer, wait_s)
+            except TimeoutError:
+                wait_s *= 2
+                continue
+            finally:
+                self._waiting.pop(key, None)
+            if header.body["op"] == "need" and again is not None:
+                packet = letters.ids_packet(again)  # the ids were lost, or the shard is new
+                continue
+            if header.body["op"] in ("need", "error"):
+                raise ShardRefused(f"step {ticket}: {header.body.get('why', 'ids are missing')}")
+            return header, reply
+        raise ShardTimeout(
+            f"client {self._client} asked shard {shard} {self._num_tries} times to {op} step "
+            f"{ticket} and had no answer for {loop.time() - started:.0f} s; see whether the shard "
+            "lives, or raise `deadline_s`"
+        )
+
+    async def _void(self, ticket: int) -> None:
+        self.counts.voided += 1
+        try:
+            await _all(self._ask(shard, ticket, "void") for shard in range(len(self._links)))
+        except ShardTimeout as error:
+            self._failure = self._failure or error
+        finally:
+            self.permits.release(ticket)
+
+    async def _push_beside(self, step: Step) -> None:
+        try:
+            await self.push(step)
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _send(
+        self, shard: int, ticket: int, op: str, packet: Packet | None = None, **body: Any
+    ) -> None:
+        self._num_sent += 1
+        header = FrameHeader(
+            kind="embedding",  # all of one kind: a pull must not overtake its ids
+            source=self._client,
+            target=shard,
+            step=ticket,
+            seq=self._num_sent,
+            generation=self._session,
+            body={"op": op, **body},
+        )
+        self._links[shard].send(pack(header, packet), kind=header.kind)
+
+    def _note_version(self, shard: int, header: FrameHeader, floor: int) -> int:
+        """A version below what was known before the question: the shard has lost the rest."""
+        version = int(header.body["version"])
+        if version < floor and version < self._version[shard]:
+            self.counts.lost_versions += self._version[shard] - version
+            self._version[shard] = version
+        self._version[shard] = max(self._version[shard], version)
+        return version
+
+    def _note_ack(self, shard: int, header: FrameHeader) -> None:
+        outcome = header.body["outcome"]
+        if outcome == "lost":
+            self.counts.lost_pushes += 1
+            return
+        self._version[shard] = max(self._version[shard], int(header.body["version"]))
+        if outcome == "applied":
+            self.counts.staleness[header.body["staleness"]] += 1
+        elif outcome == "refused":
+            why = header.body["why"]
+            raise (StalenessError if "StalenessError" in why else ShardRefused)(why)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+async def _all(asked: Iterable[Any]) -> list[Any]:
+    """All answers in order; an error only after everybody has finished."""
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
