@@ -5,7 +5,8 @@ with Adam, batches in the order that a run of ray_pipe visits. Rows that trainin
 read as zeros, as in the row store's evaluation.
 
     python benchmarks/ctr_reference.py [--set adult | synthetic] [--rule adagrad | sgd]
-        [--data FILE [--columns SPEC]] [--seeds 3] [--epochs 4] [--dim 16] [--out FILE]
+        [--data FILE [--columns SPEC] [--split seed | time]]
+        [--seeds 3] [--epochs 4] [--dim 16] [--out FILE]
 
 Prints a line for each seed, then mean and deviation, and writes
 `benchmarks/results/ctr_reference.json` (a set keeps its row when another is measured). Adult
@@ -62,10 +63,10 @@ def adult() -> tuple[CtrSamples, Split]:
     )
 
 
-def from_file(path: str, columns: str | None) -> tuple[CtrSamples, Split]:
-    """Any file that ray_pipe reads; the latest tenth is held out, or a seeded one."""
+def from_file(path: str, columns: str | None, split_by: str) -> tuple[CtrSamples, Split]:
+    """Any file that ray_pipe reads; a seeded tenth is held out, or the latest one."""
     samples = load(path, ColumnSpec.parse(columns) if columns else guess(path))
-    if samples.times is not None:
+    if split_by == "time":
         split = split_by_time(samples.times, test=0.1)
     else:
         split = split_by_seed(len(samples), test=0.1, seed=0)
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--rule", choices=sorted(RULES), default="adagrad")
     parser.add_argument("--data", help="a file that ray_pipe reads, instead of a set")
     parser.add_argument("--columns", help="what the columns of a plain CSV file are")
+    parser.add_argument("--split", choices=("seed", "time"), default="seed", help="of --data")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--dim", type=int, default=16)
@@ -167,7 +169,10 @@ def main() -> int:
     best: float | None = None
     samples: Any
     if args.data:
-        name, (samples, split) = Path(args.data).name, from_file(args.data, args.columns)
+        name, (samples, split) = (
+            Path(args.data).name,
+            from_file(args.data, args.columns, args.split),
+        )
     elif args.set == "synthetic":
         name, samples = "synthetic", SyntheticCtr(SyntheticSpec())
         split = split_by_seed(len(samples), test=0.1, seed=0)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ray_pipe.ctr_ids import uniform
+from ray_pipe.ctr_ids import salt_of, uniform
 from ray_pipe.errors import DataError
 
 Ints = NDArray[np.int64]
@@ -233,7 +233,7 @@ def split_by_seed(num_samples: int, *, test: float, seed: int) -> Split:
     """
     _check_share(test)
     places = np.arange(num_samples, dtype=np.uint64)
-    held_out = uniform(places, salt=2 * seed + 1) < test
+    held_out = uniform(places, salt=salt_of("split", seed)) < test
     return _both(np.flatnonzero(~held_out), np.flatnonzero(held_out), test)
 
 

@@ -111,6 +111,12 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
+def salt_of(*purpose: str | int) -> int:
+    """A salt for one purpose. Small numbers as salts would meet: a split that shares one with a
+    feature is no random split, it cuts by that feature."""
+    return int.from_bytes(hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest(), "little")
+
+
 def mixed(values: NDArray[np.uint64], *, salt: int) -> NDArray[np.uint64]:
     """A bijection of 64-bit numbers that looks random (the finaliser of SplitMix64)."""
     start = np.uint64((salt * int(_STEP)) % (1 << 64))

@@ -23,14 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from ray_pipe.ctr_data import Bags, CtrBatch, Feature, Ints
-from ray_pipe.ctr_ids import mixed, uniform
+from ray_pipe.ctr_ids import mixed, salt_of, uniform
 from ray_pipe.ctr_metrics import auc, expected_best_auc
 from ray_pipe.errors import DataError
 
 LATENT = 4
 """Length of the planted vectors; a table needs at least as many dimensions to represent them."""
 
-_SALT_DENSE, _SALT_RANK, _SALT_LABEL, _SALT_EFFECT, _SALT_LATENT, _SALT_ID = range(6)
 _ROOT_3 = 3.0**0.5  # a uniform number in [-1, 1) times this has variance 1
 
 
@@ -99,11 +98,11 @@ class SyntheticCtr:
         weights = np.array([0.5 if column % 2 == 0 else -0.25 for column in range(spec.num_dense)])
         total = dense @ weights
         for feature, ids in enumerate(ranks):
-            total = total + 0.6 * self._drawn(ids, feature, _SALT_EFFECT, 0)
+            total = total + 0.6 * self._drawn(ids, feature, "effect", 0)
         for left in range(0, len(ranks) - 1, 2):  # features 0 and 1, 2 and 3, …
             for axis in range(LATENT):
-                one = self._drawn(ranks[left], left, _SALT_LATENT, axis)
-                two = self._drawn(ranks[left + 1], left + 1, _SALT_LATENT, axis)
+                one = self._drawn(ranks[left], left, "latent", axis)
+                two = self._drawn(ranks[left + 1], left + 1, "latent", axis)
                 total = total + 0.5 * one * two
         return np.asarray(spec.bias + spec.signal * total)
 
@@ -127,12 +126,12 @@ class SyntheticCtr:
             )
         return places.astype(np.uint64)
 
-    def _salt(self, kind: int, column: int) -> int:
-        return (self.spec.seed * 4093 + kind) * 65_537 + column + 1
+    def _salt(self, kind: str, column: int, axis: int = 0) -> int:
+        return salt_of("synthetic", self.spec.seed, kind, column, axis)
 
     def _dense(self, places: NDArray[np.uint64]) -> NDArray[np.float64]:
         columns = [
-            uniform(places, salt=self._salt(_SALT_DENSE, column))
+            uniform(places, salt=self._salt("dense", column))
             for column in range(self.spec.num_dense)
         ]
         if not columns:
@@ -142,7 +141,7 @@ class SyntheticCtr:
     def _ranks(self, places: NDArray[np.uint64]) -> list[NDArray[np.uint64]]:
         return [
             power_law_ranks(
-                uniform(places, salt=self._salt(_SALT_RANK, feature)),
+                uniform(places, salt=self._salt("rank", feature)),
                 num_ids=count,
                 exponent=self.spec.exponent,
             )
@@ -150,18 +149,18 @@ class SyntheticCtr:
         ]
 
     def _drawn(
-        self, ids: NDArray[np.uint64], feature: int, kind: int, axis: int
+        self, ids: NDArray[np.uint64], feature: int, kind: str, axis: int
     ) -> NDArray[np.float64]:
         """A number of variance 1 for each id, the same wherever the id comes."""
-        salt = self._salt(kind, feature * LATENT + axis)
+        salt = self._salt(kind, feature, axis)
         return _ROOT_3 * (2.0 * uniform(ids, salt=salt) - 1.0)
 
     def _row_ids(self, ranks: NDArray[np.uint64], feature: int) -> Ints:
         """Ranks as they would look in the wild: any 64 bits, and no order left in them."""
-        return mixed(ranks, salt=self._salt(_SALT_ID, feature)).view(np.int64)
+        return mixed(ranks, salt=self._salt("id", feature)).view(np.int64)
 
     def _labels(self, places: NDArray[np.uint64]) -> NDArray[np.int64]:
-        drawn = uniform(places, salt=self._salt(_SALT_LABEL, 0))
+        drawn = uniform(places, salt=self._salt("label", 0))
         return np.asarray(drawn < self.probabilities(places.astype(np.int64))).astype(np.int64)
 
 

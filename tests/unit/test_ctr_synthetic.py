@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_pipe.ctr_data import split_by_seed
+from ray_pipe.ctr_ids import uniform
 from ray_pipe.ctr_metrics import auc
 from ray_pipe.ctr_synthetic import SyntheticCtr, SyntheticSpec, power_law_ranks
 from ray_pipe.errors import DataError
@@ -32,14 +34,14 @@ def test_the_first_samples_are_these_for_ever() -> None:
     batch = SMALL.batch([0, 1, 2, 3])
 
     assert batch.bags[0].ids.tolist() == [
-        -3101962736960435221,
-        -8084598692930166434,
-        9059344087762371971,
-        2353212245446530640,
+        -7736580469497104351,
+        7840125247740594050,
+        2090119520773805949,
+        4441291946346492728,
     ]
-    assert batch.labels.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert batch.labels.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert batch.dense[0].tolist() == pytest.approx(
-        [-0.7636358, 0.0878834, 0.7287048, -1.1216503], abs=1e-6
+        [-1.4094001, 0.7084627, 0.5931966, -1.5814054], abs=1e-6
     )
 
 
@@ -110,6 +112,24 @@ def test_labels_are_drawn_from_the_truth() -> None:
     assert auc(SMALL.logits(ALL), SMALL.logits(ALL) > 0) == 1.0
 
 
+def unevenness(held_out: np.ndarray) -> float:
+    """How far the held-out samples are from the others, in standard errors of the worst column."""
+    batch = SMALL.batch(ALL)
+    columns = np.column_stack([batch.dense.numpy(), batch.labels.numpy(), SMALL.logits(ALL)])
+    inside, outside = columns[held_out], np.delete(columns, held_out, axis=0)
+    error = columns.std(axis=0) / len(inside) ** 0.5
+    return float((np.abs(inside.mean(axis=0) - outside.mean(axis=0)) / error).max())
+
+
+def test_a_split_by_seed_is_independent_of_the_data() -> None:
+    """Mutant: it happened. The split drew with the salt of the first feature, and held out its
+    lowest tenth."""
+    for seed in range(5):
+        assert unevenness(split_by_seed(len(ALL), test=0.1, seed=seed).test) < 4.0
+    chances = uniform(ALL.astype(np.uint64), salt=SMALL._salt("dense", 0))
+    assert unevenness(np.flatnonzero(chances < 0.1)) > 20.0
+
+
 def test_without_signal_nothing_can_be_learnt() -> None:
     noise = SyntheticCtr(SyntheticSpec(num_samples=1000, signal=0.0))
 
@@ -123,7 +143,7 @@ def test_the_truth_needs_pairs_of_ids_not_single_ids_only() -> None:
     places = additive._places(ALL)
     total = additive._dense(places) @ np.array([0.5, -0.25, 0.5, -0.25])
     for feature, ranks in enumerate(additive._ranks(places)):
-        total = total + 0.6 * additive._drawn(ranks, feature, 3, 0)
+        total = total + 0.6 * additive._drawn(ranks, feature, "effect", 0)
 
     assert auc(total, labels) < SMALL.best_auc(ALL) - 0.03
 
