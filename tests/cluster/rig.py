@@ -283,6 +283,13 @@ class Rig:
         _do(*inside, "ip", "address", "add", f"{host.ip}/24", "dev", "eth0")
         _do(*inside, "ip", "link", "set", "eth0", "up")
         _do(*inside, "ip", "route", "add", "default", "via", f"{NETWORK}.1")
+        # Hosts may have BBR as their default. It remembers the rate of minutes ago, so a link that
+        # was just made slower would drop half of what it sends; the others learn from losses.
+        for name in ("cubic", "reno"):  # a namespace may not be allowed the first
+            file = "/proc/sys/net/ipv4/tcp_congestion_control"
+            with contextlib.suppress(RigError):
+                _do(*inside, "sh", "-c", f"echo {name} > {file}")
+                break
         if host is not self.laptop:
             self._shape(host, self.rate_bps)
 
