@@ -89,7 +89,7 @@ class Fleet:
                 self._start(index, replica.run(num_steps))
         pending = set(self._tasks.values())
         while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 if not task.cancelled():
                     task.result()
