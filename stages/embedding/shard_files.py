@@ -1,0 +1,163 @@
+"""Shards on disk: written aside, one version each, for any number of shards to come.
+
+    shard-00000-of-00002.safetensors   whole rows as the store keeps them, oldest touched first
+    embedding.json                     written last, by rename: without it there is no checkpoint
+
+A row knows its optimizer state, utilities and chunks; Adam's step count, the prunes and the
+version go in the marker. Loading with another number of shards routes row by row. Recency is exact
+within a shard that is loaded as it was saved; rows of several are merged by rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from stages.embedding.shard import Shard
+from stages.embedding.tables import shard_of
+
+MARKER = "embedding.json"
+FORMAT = 1
+
+
+class ShardFileError(RuntimeError):
+    """A checkpoint of embeddings that is missing, damaged or of other tables."""
+
+
+def write_shard(shard: Shard, folder: Path, *, num_shards: int) -> dict[str, Any]:
+    """Write one shard at its present version; returns its entry for `write_marker`.
+
+    Call it between pushes, from whoever owns the shard. Steps that are under way are not part of
+    it: whoever resumes takes them again.
+    """
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    tables: dict[str, Any] = {}
+    for name in shard.tables:
+        rows = shard.store[name]
+        parts = list(rows.scan())
+        keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])
+        width = rows.core.record_bytes
+        raw = np.concatenate([np.empty((0, width), np.uint8), *(part.raw for part in parts)])
+        recency = np.concatenate([np.empty(0, np.uint32), *(part.recency for part in parts)])
+        order = np.argsort(recency, kind="stable")
+        arrays[f"{name}/keys"], arrays[f"{name}/rows"] = keys[order], raw[order]
+        stats = rows.stats()
+        tables[name] = {
+            "dim": rows.dim,
+            "chunks": rows.chunks,
+            "state": rows.state,
+            "optimizer": type(rows.optimizer).__name__,
+            "steps": stats["steps"],
+            "epoch": stats["epoch"],
+            "rows": len(keys),
+        }
+    data = save(arrays)
+    file = f"shard-{shard.index:05d}-of-{num_shards:05d}.safetensors"
+    _write(folder / file, data)
+    return {
+        "file": file,
+        "nbytes": len(data),
+        "crc32": zlib.crc32(data),
+        "version": shard.version,
+        "tables": tables,
+    }
+
+
+def write_marker(folder: Path, parts: list[dict[str, Any]]) -> None:
+    """All shards are written: this makes it a checkpoint."""
+    text = json.dumps({"format": FORMAT, "shards": parts}, indent=1)
+    _write(folder / MARKER, text.encode())
+
+
+def load_shard(shard: Shard, folder: Path, *, num_shards: int) -> int:
+    """Fill an empty shard, number `shard.index` of `num_shards`; returns how many rows it took."""
+    marker = _read_marker(folder)
+    total = 0
+    taken: dict[str, list[tuple[Any, Any, Any]]] = {name: [] for name in shard.tables}
+    for part in marker["shards"]:
+        _check_tables(shard, folder, part)
+        arrays = _read_part(folder, part)
+        for name in shard.tables:
+            keys, raw = arrays[f"{name}/keys"], arrays[f"{name}/rows"]
+            rank = np.arange(len(keys)) / max(1, len(keys))
+            mine = shard_of(keys, num_shards) == shard.index
+            taken[name].append((keys[mine], raw[mine], rank[mine]))
+    for name, pieces in taken.items():
+        rows = shard.store[name]
+        keys, raw, rank = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        order = np.argsort(rank, kind="stable")
+        rows.restore(np.ascontiguousarray(keys[order]), np.ascontiguousarray(raw[order]))
+        numbers = [part["tables"][name] for part in marker["shards"]]
+        rows.restore_progress(
+            steps=max(number["steps"] for number in numbers),
+            epoch=max(number["epoch"] for number in numbers),
+        )
+        total += len(keys)
+    shard.version = max(part["version"] for part in marker["shards"])
+    return total
+
+
+def _read_marker(folder: Path) -> Any:
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+    except FileNotFoundError:
+        raise ShardFileError(
+            f"{folder} has no {MARKER}: it is no checkpoint of embeddings, or one whose writing "
+            "was cut short; take the one before"
+        ) from None
+    if marker.get("format") != FORMAT:
+        raise ShardFileError(f"{folder}: format {marker.get('format')}, this source reads {FORMAT}")
+    return marker
+
+
+def _read_part(folder: Path, part: Any) -> dict[str, Any]:
+    path = folder / part["file"]
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ShardFileError(f"{path} is missing; the marker names it") from None
+    if len(data) != part["nbytes"]:
+        raise ShardFileError(
+            f"{path} has {len(data)} bytes, {part['nbytes']} were written: it is truncated; take "
+            "an earlier checkpoint"
+        )
+    if zlib.crc32(data) != part["crc32"]:
+        raise ShardFileError(f"{path} is damaged: its checksum is not the one that was written")
+    return dict(load(data))
+
+
+def _check_tables(shard: Shard, folder: Path, part: Any) -> None:
+    saved = part["tables"]
+    if set(saved) != set(shard.tables):
+        raise ShardFileError(
+            f"{folder} has tables {sorted(saved)}, this run has {sorted(shard.tables)}"
+        )
+    for name, numbers in saved.items():
+        rows = shard.store[name]
+        here = {
+            "dim": rows.dim,
+            "chunks": rows.chunks,
+            "state": rows.state,
+            "optimizer": type(rows.optimizer).__name__,
+        }
+        for what, value in here.items():
+            if numbers[what] != value:
+                raise ShardFileError(
+                    f"table {name!r} was saved with {what} {numbers[what]}, this run has {value}; "
+                    "load it with the settings it was trained with"
+                )
+
+
+def _write(path: Path, data: bytes) -> None:
+    aside = path.with_name(path.name + ".part")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
