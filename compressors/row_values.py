@@ -30,7 +30,6 @@ _TOP_EXPONENT, _TOP_HALF = -113, 32752
 """Where the next half float up, 32768, would scale back to infinity."""
 
 
-
 class NonFiniteRows(CodecError):
     """Rows that have infinities or NaNs; `rows` are their places."""
 
