@@ -25,20 +25,6 @@ inline void prefetch_lines(const void* p, size_t n) {
     __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 3);
 }
 
-// Rows are short: sixteen bytes at a time beat a call of memcpy.
-inline void copy_floats(float* __restrict to, const float* __restrict from, size_t n) {
-  struct Four {
-    float x[4];
-  };
-  for (; n >= 4; n -= 4, to += 4, from += 4) {
-    Four four;
-    __builtin_memcpy(&four, from, 16);
-    __builtin_memcpy(to, &four, 16);
-    asm volatile("");  // or the compiler makes a call of memcpy again
-  }
-  for (; n; --n) *to++ = *from++;
-}
-
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -125,12 +125,12 @@ class Table {
 inline void Table::read(const Version* v, float* out) const {
   const uint8_t alive = v->alive();
   if (alive == 1 && config.chunks == 1) {
-    copy_floats(out, chunk_at(v, 0), chunk_);
+    std::memcpy(out, chunk_at(v, 0), size_t{4} * chunk_);
     return;
   }
   uint32_t rank = 0;
   for (uint32_t c = 0; c < config.chunks; ++c, out += chunk_) {
-    if (alive >> c & 1) copy_floats(out, chunk_at(v, rank++), chunk_);
+    if (alive >> c & 1) std::memcpy(out, chunk_at(v, rank++), size_t{4} * chunk_);
     else std::memset(out, 0, size_t{4} * chunk_);
   }
 }
