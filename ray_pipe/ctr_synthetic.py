@@ -27,7 +27,7 @@ from ray_pipe.ctr_ids import mixed, salt_of, uniform
 from ray_pipe.ctr_metrics import auc, expected_best_auc
 from ray_pipe.errors import DataError
 
-LATENT = 4
+LATENT = 2
 """Length of the planted vectors; a table needs at least as many dimensions to represent them."""
 
 _ROOT_3 = 3.0**0.5  # a uniform number in [-1, 1) times this has variance 1

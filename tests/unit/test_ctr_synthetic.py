@@ -39,7 +39,7 @@ def test_the_first_samples_are_these_for_ever() -> None:
         2090119520773805949,
         4441291946346492728,
     ]
-    assert batch.labels.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert batch.labels.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert batch.dense[0].tolist() == pytest.approx(
         [-1.4094001, 0.7084627, 0.5931966, -1.5814054], abs=1e-6
     )
