@@ -29,25 +29,17 @@ import torch
 from torch import Tensor
 
 from compressors.base import CodecError, Packet
-from compressors.frame import FrameError, FrameHeader, pack, unpack
+from compressors.frame import FrameHeader
 from compressors.id_lists import dedupe
 from netsim.link import LinkLike
 from stages.embedding import letters
+from stages.embedding.asking import Asking, ShardRefused, ShardTimeout
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits
 from stages.embedding.shard import IdSet, Rows, StalenessError
 from stages.embedding.tables import Table, check_tables, shard_of
 
 Ids = npt.NDArray[np.int64]
-ANSWERS = {"pull": "rows", "push": "ack", "void": "ack", "read": "values"}
-
-
-class ShardTimeout(RuntimeError):
-    """A shard does not answer."""
-
-
-class ShardRefused(RuntimeError):
-    """A shard refused a pull or a push; its own words follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +94,6 @@ class ClientCounts:
     lost_versions: int = 0
     """Versions that shards had acknowledged and came back without."""
 
-    resent: int = 0
-    num_damaged: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
 
 
@@ -126,17 +116,14 @@ class Hybrid:
         self.tables = {table.name: table for table in tables if table.placement == "sharded"}
         self.permits = permits
         self.counts = ClientCounts()
-        self._links = list(links)
+        self._asking = Asking(
+            links, client=client, session=session, deadline_s=deadline_s, num_tries=num_tries
+        )
+        self.on_frame = self._asking.on_frame
         self._wire = wire or Wire()
-        self._client = client
-        self._session = session
-        self._deadline_s = deadline_s
-        self._num_tries = num_tries
-        self._waiting: dict[tuple[str, int, int], asyncio.Future[tuple[FrameHeader, Any]]] = {}
-        self._version = [0] * len(self._links)
+        self._version = [0] * len(self._asking.links)
         self._pushes: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
-        self._num_sent = 0
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -144,7 +131,7 @@ class Hybrid:
         """Number a step and send its ids ahead. Any shape of int64; no permit is needed yet."""
         ahead = self._split(self.permits.next_ticket(), ids)
         for shard, part in enumerate(ahead.parts):
-            self._send(shard, ahead.ticket, "ids", letters.ids_packet(part))
+            self._asking.send(shard, ahead.ticket, "ids", letters.ids_packet(part))
         return ahead
 
     async def pull(self, ahead: Ahead) -> Step:
@@ -158,8 +145,8 @@ class Hybrid:
         floor = list(self._version)
         try:
             answers = await _all(
-                self._ask(shard, ahead.ticket, "pull", again=ahead.parts[shard])
-                for shard in range(len(self._links))
+                self._asking.ask(shard, ahead.ticket, "pull", again=ahead.parts[shard])
+                for shard in range(len(self._asking.links))
             )
             pulled = [letters.read_rows(packet, self.tables) for _, packet in answers]
             versions = [
@@ -179,13 +166,13 @@ class Hybrid:
         step is void on every shard.
         """
         try:
-            packets = [self._gradients(step, shard) for shard in range(len(self._links))]
+            packets = [self._gradients(step, shard) for shard in range(len(self._asking.links))]
         except BaseException:
             await asyncio.shield(self._void(step.ticket))
             raise
         try:
             answers = await _all(
-                self._ask(shard, step.ticket, "push", packet, v_read=step.v_read[shard])
+                self._asking.ask(shard, step.ticket, "push", packet, v_read=step.v_read[shard])
                 for shard, packet in enumerate(packets)
             )
         finally:
@@ -209,7 +196,7 @@ class Hybrid:
         await self.drain()
         ahead = self._split(self.permits.next_ticket(), ids)
         answers = await _all(
-            self._ask(shard, ahead.ticket, "read", letters.ids_packet(part))
+            self._asking.ask(shard, ahead.ticket, "read", letters.ids_packet(part))
             for shard, part in enumerate(ahead.parts)
         )
         pulled = [letters.read_rows(packet, self.tables) for _, packet in answers]
@@ -290,6 +277,11 @@ class Hybrid:
         finally:
             ready.put_nowait(None)  # the end, or an error that `await puller` raises
 
+    @property
+    def num_resent(self) -> int:
+        """Letters that were sent again, for want of an answer."""
+        return self._asking.num_resent
+
     # --- ids and rows -----------------------------------------------------------------------------
 
     def _split(self, ticket: int, ids: Mapping[str, Any]) -> Ahead:
@@ -297,14 +289,14 @@ class Hybrid:
         if unknown:
             raise ValueError(f"sharded tables are {sorted(self.tables)}, got ids for {unknown}")
         unique, index, places = {}, {}, {}
-        parts: list[dict[str, IdSet]] = [{} for _ in self._links]
+        parts: list[dict[str, IdSet]] = [{} for _ in self._asking.links]
         for name in self.tables:  # every table, in one order, so that each step is a step of each
             array = np.asarray(ids.get(name, np.empty(0, np.int64)))
             if array.dtype != np.int64:
                 raise TypeError(f"ids of table {name!r} are int64, got {array.dtype}")
             unique[name], inverse, counts = dedupe(np.ascontiguousarray(array).reshape(-1))
             index[name] = torch.from_numpy(inverse).reshape(array.shape)
-            places[name] = shard_of(unique[name], len(self._links))
+            places[name] = shard_of(unique[name], len(self._asking.links))
             counted = counts.astype(np.float32) if self.tables[name].prune is not None else None
             for shard, part in enumerate(parts):
                 mine = places[name] == shard
@@ -333,67 +325,12 @@ class Hybrid:
             gradients, step.pulled[shard], ids, self.tables, self._wire.gradients
         )
 
-    # --- letters ----------------------------------------------------------------------------------
-
-    def on_frame(self, frame: Any) -> None:
-        """A letter from a shard."""
-        try:
-            header, packet = unpack(frame)
-        except FrameError:
-            self.counts.num_damaged += 1
-            return
-        if header.generation != self._session:
-            return
-        op = header.body.get("op", "")
-        waiting = self._waiting.get((op, header.step, header.source))
-        if op in ("need", "error"):
-            for answer in ("rows", "ack", "values"):
-                waiting = waiting or self._waiting.get((answer, header.step, header.source))
-        if waiting is not None and not waiting.done():
-            waiting.set_result((header, packet))
-
-    async def _ask(
-        self,
-        shard: int,
-        ticket: int,
-        op: str,
-        packet: Packet | None = None,
-        *,
-        again: Mapping[str, IdSet] | None = None,
-        **body: Any,
-    ) -> tuple[FrameHeader, Any]:
-        """Send until it is answered; every shard takes a letter once."""
-        key = (ANSWERS[op], ticket, shard)
-        loop = asyncio.get_running_loop()
-        started, wait_s = loop.time(), self._deadline_s
-        for attempt in range(self._num_tries):
-            answer: asyncio.Future[tuple[FrameHeader, Any]] = loop.create_future()
-            self._waiting[key] = answer
-            self._send(shard, ticket, op, packet, **body)
-            self.counts.resent += attempt > 0
-            try:
-                header, reply = await asyncio.wait_for(answer, wait_s)
-            except TimeoutError:
-                wait_s *= 2
-                continue
-            finally:
-                self._waiting.pop(key, None)
-            if header.body["op"] == "need" and again is not None:
-                packet = letters.ids_packet(again)  # the ids were lost, or the shard is new
-                continue
-            if header.body["op"] in ("need", "error"):
-                raise ShardRefused(f"step {ticket}: {header.body.get('why', 'ids are missing')}")
-            return header, reply
-        raise ShardTimeout(
-            f"client {self._client} asked shard {shard} {self._num_tries} times to {op} step "
-            f"{ticket} and had no answer for {loop.time() - started:.0f} s; see whether the shard "
-            "lives, or raise `deadline_s`"
-        )
-
     async def _void(self, ticket: int) -> None:
         self.counts.voided += 1
         try:
-            await _all(self._ask(shard, ticket, "void") for shard in range(len(self._links)))
+            await _all(
+                self._asking.ask(shard, ticket, "void") for shard in range(len(self._asking.links))
+            )
         except ShardTimeout as error:
             self._failure = self._failure or error
         finally:
@@ -404,21 +341,6 @@ class Hybrid:
             await self.push(step)
         except Exception as error:
             self._failure = self._failure or error
-
-    def _send(
-        self, shard: int, ticket: int, op: str, packet: Packet | None = None, **body: Any
-    ) -> None:
-        self._num_sent += 1
-        header = FrameHeader(
-            kind="embedding",  # all of one kind: a pull must not overtake its ids
-            source=self._client,
-            target=shard,
-            step=ticket,
-            seq=self._num_sent,
-            generation=self._session,
-            body={"op": op, **body},
-        )
-        self._links[shard].send(pack(header, packet), kind=header.kind)
 
     def _note_version(self, shard: int, header: FrameHeader, floor: int) -> int:
         """A version below what was known before the question: the shard has lost the rest."""

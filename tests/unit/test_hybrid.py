@@ -18,7 +18,8 @@ from netsim.faults import FaultyLink
 from netsim.link import Link
 from netsim.shaper import Uplink
 from netsim.topology import LinkSpec
-from stages.embedding.hybrid import Hybrid, ShardRefused, ShardTimeout, Step
+from stages.embedding.asking import ShardRefused, ShardTimeout
+from stages.embedding.hybrid import Hybrid, Step
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits, tau_for
 from stages.embedding.row_errors import NonFiniteGradientError
@@ -311,7 +312,7 @@ def test_letters_that_are_lost_doubled_or_damaged_change_nothing() -> None:
             for s in range(2):
                 out = FaultyLink(net.there[0][s], seed=s)
                 out.drop(share=0.1).duplicate(share=0.1).corrupt(share=0.05)
-                net.clients[0]._links[s] = out
+                net.clients[0]._asking.links[s] = out
                 FaultyLink(net.back[s][0], seed=9 + s).drop(share=0.1).duplicate(share=0.1)
         await net.clients[0].run(batches(30), sum_of_squares)
         for link in (*net.there[0], *(links[0] for links in net.back)):  # whole again
@@ -319,7 +320,7 @@ def test_letters_that_are_lost_doubled_or_damaged_change_nothing() -> None:
                 getattr(link.deliver, "__self__", link)._deliver_right if faulty else (link.deliver)
             )
         read = await net.clients[0].read({"user": np.arange(20)})
-        return read.rows["user"].numpy().tobytes(), net.clients[0].counts.resent
+        return read.rows["user"].numpy().tobytes(), net.clients[0].num_resent
 
     clean, none = run_virtual(run(False))
     same, resent = run_virtual(run(True))
@@ -456,6 +457,26 @@ def test_lossy_wires_stay_close_and_cost_less() -> None:
     assert np.abs(half - exact).max() < 1e-3
     assert np.abs(coarse - exact).max() < 0.05
     assert least < 0.75 * less < 0.75 * 0.65 * most
+
+
+def test_on_a_slow_link_hybrid_training_is_several_times_as_fast_as_synchronous_fp32() -> None:
+    """100 Mbit/s, 50 ms each way, 25 ms of compute: the round trips hide behind the steps."""
+
+    async def seconds(tau: int, wire: Wire) -> float:
+        spec = LinkSpec(bandwidth_bps=100e6, latency_s=0.05)
+        net = Net((table(dim=16),), tau=tau, spec=spec, wire=wire)
+
+        async def train(number: int, step: Step) -> None:
+            sum_of_squares(number, step)
+            await asyncio.sleep(0.025)
+
+        await net.clients[0].run(batches(30, size=64, num_ids=5000), train)
+        return asyncio.get_running_loop().time()
+
+    slow = run_virtual(seconds(0, EXACT))
+    fast = run_virtual(seconds(tau_for(pull_s=0.1, step_s=0.025, push_s=0.1), Wire()))
+    assert slow / 30 == pytest.approx(0.225, rel=0.05)
+    assert fast / 30 < 0.034  # 25 ms a step, and the first and last round trip
 
 
 def test_pruned_tables_travel_without_their_missing_chunks_both_ways() -> None:
