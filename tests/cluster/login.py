@@ -39,7 +39,8 @@ command -v ccache >/dev/null && export CMAKE_CXX_COMPILER_LAUNCHER=ccache
 def open_doors(rig: Rig) -> None:
     """Start sshd on every host and let the laptop's key, and only it, in."""
     COMPILED.mkdir(parents=True, exist_ok=True)
-    COMPILED.chmod(0o777)
+    for path in (COMPILED, *COMPILED.rglob("*")):
+        os.lchown(path, UID, UID)
     key = rig.folder / "key"
     keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "rig", "-f", str(key)]
     subprocess.run(keygen, check=True)
