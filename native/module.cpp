@@ -5,7 +5,7 @@
 #include "bind.hpp"
 
 // Raised when an entry point changes; the facades refuse a module built for another number.
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 NB_MODULE(ray_pipe_native, m) {
   m.attr("ABI") = kAbi;
