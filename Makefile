@@ -7,6 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MINUTES ?= 20
+RIG    ?= cluster
 SOURCES := pyproject.toml constraints.txt $(wildcard native/*.* native/rows/*)
 
 .PHONY: demo test test-chaos soak test-cluster test-tsan test-asan quick check fmt bench clean
@@ -47,7 +48,7 @@ soak: $(READY)
 	$(BIN)/python tests/chaos/soak.py --minutes $(MINUTES)
 
 test-cluster: $(READY)
-	$(BIN)/python -m pytest -m cluster tests/cluster
+	$(BIN)/python -m pytest -m "$(RIG)" tests/cluster
 
 # Ray's newer autoscaler starts one worker too few on machines of one's own (docs/cluster.md).
 up: $(READY)

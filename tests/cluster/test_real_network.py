@@ -65,6 +65,7 @@ def test_losses_do_not_depend_on_who_slows_the_links(
         assert kernel[-1] < kernel[0]
 
 
+@pytest.mark.quiet
 def test_the_kernel_and_our_emulation_agree_on_the_step_time(
     arms: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
@@ -73,6 +74,7 @@ def test_the_kernel_and_our_emulation_agree_on_the_step_time(
     assert kernel == pytest.approx(emulated, rel=0.15)
 
 
+@pytest.mark.quiet
 def test_the_simulator_foresees_the_step_time_on_real_links(
     arms: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
@@ -81,6 +83,7 @@ def test_the_simulator_foresees_the_step_time_on_real_links(
     assert best_s(arm) == pytest.approx(arm["predicted_step_s"], rel=0.15)
 
 
+@pytest.mark.quiet
 def test_compression_pays_on_real_links_as_it_does_on_emulated_ones(
     arms: dict[tuple[str, str], dict[str, Any]],
 ) -> None:

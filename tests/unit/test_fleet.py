@@ -93,7 +93,8 @@ def test_with_a_straggler_smart_groups_and_skipping_win_and_backup_alone_does_no
     assert ring == pytest.approx(4.92, rel=0.06)  # the spec's own simulation
     assert ring / iteration_s(SMART, "2:4x") >= 2.5
     assert ring / iteration_s(SKIP, "2:4x") >= 3.0
-    assert ring / iteration_s(SyncSpec(name="hop", backup_workers=1), "2:4x") <= 1.5
+    backup = SyncSpec(name="hop", backup_workers=1)  # runs ahead at first, until its tokens end
+    assert ring / iteration_s(backup, "2:4x", seconds=200) <= 1.5
 
 
 def test_among_equals_nobody_is_much_behind_all_reduce() -> None:
