@@ -31,6 +31,7 @@ def doctor(host: Host, *words: str, address: str = "auto") -> tuple[int, dict[st
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("rate_bps", [RATE_BPS, 10e6])
 def test_every_link_is_measured_at_what_the_kernel_lets_through(rig: Rig, rate_bps: float) -> None:
     rig.set_rate(rate_bps)
