@@ -362,6 +362,13 @@ def test_late_neighbours_do_not_pull_the_mean_on_unlike_data() -> None:
     assert steady_gap(BACKUP) < 10 * standard + 1e-3
 
 
+@pytest.mark.parametrize(
+    "sync", [SyncSpec(name="hop", staleness=5), BACKUP], ids=["stale", "backup"]
+)
+def test_mutant_a_mean_of_whoever_arrived_pulls_the_mean(sync: SyncSpec) -> None:
+    assert steady_gap(sync, MeanOfReceived) > 10 * steady_gap(STD) + 1e-3
+
+
 def test_shuffled_and_repeated_letters_change_nothing_in_standard_hop() -> None:
     for sync in (STD, LOSSY):
         expected = quadratics(6, spread=1.0)
