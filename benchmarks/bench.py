@@ -56,11 +56,12 @@ def train_arm(
     from netsim.topology import Topology
     from ray_pipe.arms import time_to_target
     from ray_pipe.config import RunConfig
-    from ray_pipe.driver import Trained, train_on
+    from ray_pipe.driver import train_on
     from ray_pipe.metrics import ArmMeter
     from ray_pipe.planner.cost import measure_costs, predict
     from ray_pipe.plans import arms_of
     from ray_pipe.refs_pipeline import TRANSPORTS
+    from ray_pipe.trained import Trained
     from ray_pipe.workload import gpt_workload
 
     config = RunConfig.from_dict({"compare": [], **settings})
@@ -93,7 +94,7 @@ def train_arm(
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Results with the environment they were taken in."""
     from compressors import kernels
-    from ray_pipe.driver import environment
+    from ray_pipe.machine import environment
     from ray_pipe.metrics import to_json
 
     assert kernels.core() == "native", "no claim without the native core; run `make` first"

@@ -182,7 +182,7 @@ class StageActors:
         return group
 
     def _start(self, index: int, strategy: Any, *, part: str) -> Any:
-        from stages.actor import remote_stage  # loads torch, which `connect` does not need
+        from stages.remote import remote_stage  # loads torch, which `connect` does not need
 
         name = f"ray_pipe/{self._label}/stage-{index}{part}"
         return remote_stage(index, name=name, num_gpus=self.placement.num_gpus, strategy=strategy)

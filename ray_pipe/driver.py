@@ -5,23 +5,15 @@ Path: ray_pipe.run -> ray_pipe.driver -> ray_pipe.data
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import platform
-import shlex
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compressors import kernels
 from netsim.units import show_bandwidth
-from ray_pipe.arms import REFERENCE, ArmSummary, compare, summarize, time_to_target
-from ray_pipe.checkpoint import Saver
+from ray_pipe.arms import REFERENCE, ArmSummary, compare, time_to_target
 from ray_pipe.checkpoint_files import Checkpoint
 from ray_pipe.checkpointing import RunCheckpoints
 from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
@@ -32,24 +24,20 @@ from ray_pipe.config import (
     check_memory_cap,
     check_repeat_visits,
 )
-from ray_pipe.metrics import ArmMeter, MetricsFile, StepRow, to_json
-from ray_pipe.monitoring.monitor import Monitor, watch
+from ray_pipe.machine import available_bytes
+from ray_pipe.metrics import ArmMeter, MetricsFile
+from ray_pipe.monitoring.monitor import watch
 from ray_pipe.pipeline import Pipeline
-from ray_pipe.planner.cost import Prediction, measure_costs, predict, simulated_step_s
+from ray_pipe.planner.cost import measure_costs, predict, simulated_step_s
 from ray_pipe.planner.placement import place
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
-from ray_pipe.report import write_report
-from ray_pipe.report_figure import write_loss_figure
-from ray_pipe.timeline import write_trace
+from ray_pipe.results import results_of, write_all
+from ray_pipe.trained import Trained
 from ray_pipe.workload import Workload, gpt_workload
-from stages.record import StepRecord
-from stages.rehearsal import StageCosts
 
-RESULTS_SCHEMA = 1
-KEPT_STEPS = 100
 OVERTIME_SHARE = 0.25
 OVERTIME_MIN_STEPS = 4
 
@@ -66,59 +54,6 @@ class Outcome:
 
     checkpoint: Checkpoint | None = None
     """The newest of the last arm, after its own steps."""
-
-
-@dataclass(kw_only=True)
-class Trained:
-    """One arm while and after it is trained."""
-
-    arm: Arm
-    prediction: Prediction | None
-    meter: ArmMeter
-    monitor: Monitor = field(default_factory=Monitor)
-    first_records: list[StepRecord] = field(default_factory=list)
-    last_records: deque[list[StepRecord]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-    states: list[dict[str, Any]] = field(default_factory=list)
-    """Weights and optimizer of each stage after the arm's own steps, if they were asked for."""
-
-    sees_links: bool = True
-    """False on a real network that nothing was said about: the prediction cannot be compared."""
-
-    saver: Saver | None = None
-    eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
-    """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
-
-    def add(self, records: list[StepRecord]) -> StepRow:
-        """A step's row. The cluster hears of it, and its spans are kept for the trace: of a long
-        run those of its beginning and its end."""
-        row = self.meter.add(records)
-        if self.saver is not None:
-            self.saver.recorded(row.step)
-        self.monitor.on_step(row, records)
-        if len(self.meter.rows) <= KEPT_STEPS:
-            self.first_records += records
-        else:
-            self.last_records.append(records)
-        return row
-
-    def add_again(self, records: list[StepRecord]) -> None:
-        """A step that was run again after a failure: its bytes count, its row is there."""
-        self.monitor.on_replay(self.meter.count_again(records), records)
-        if self.saver is not None:
-            self.saver.recorded(records[0].step)
-
-    @property
-    def records(self) -> list[StepRecord]:
-        return self.first_records + [record for step in self.last_records for record in step]
-
-    @property
-    def predicted_step_s(self) -> float | None:
-        return self.prediction.step_s if self.prediction and self.sees_links else None
-
-    def summary(self) -> ArmSummary:
-        """The arm as far as it came; its final loss is the mean of its last epoch."""
-        window = min(self.arm.order.steps_per_epoch, max(1, self.arm.num_steps))
-        return summarize(self.meter, final_window=window, predicted_step_s=self.predicted_step_s)
 
 
 def run(
@@ -319,97 +254,6 @@ def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
     pipeline.settle()
 
 
-def results_of(
-    config: RunConfig,
-    summaries: Sequence[ArmSummary],
-    trained: Sequence[Trained],
-    failures: Sequence[Failure] = (),
-) -> dict[str, Any]:
-    """The object of results.json."""
-    by_name = {one.arm.name: one for one in trained}
-    arms = []
-    for summary in summaries:
-        prediction = by_name[summary.name].prediction
-        arm = summary.as_dict()
-        if by_name[summary.name].eval_losses:
-            arm["eval_losses"] = by_name[summary.name].eval_losses
-        if prediction is not None and prediction.is_shaped:
-            arm["link_compute_ratio"] = prediction.link_to_compute
-        arms.append(arm)
-    return {
-        "schema": RESULTS_SCHEMA,
-        "name": config.name,
-        "config": replace(config, checkpoint=replace(config.checkpoint, resume=None)).to_dict(),
-        "native": kernels.core() == "native",
-        "arms": arms,
-        "limits": limits_of(trained),
-        "failures": [failure.as_dict() for failure in failures],
-        "environment": environment(),
-        "command": shlex.join(["python", "-m", "ray_pipe.run", *sys.argv[1:]]),
-    }
-
-
-def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
-    """What physics allows: how much longer the fp32 arm's links work than compute takes."""
-    by_arm = {one.arm.name: one.prediction for one in trained if one.prediction is not None}
-    limits: dict[str, Any] = {
-        "arms": {
-            name: {
-                "link_to_compute": prediction.link_to_compute,
-                "compute_step_s": prediction.compute_step_s,
-                "link_step_s": prediction.link_step_s,
-                "costs": [vars_of(costs) for costs in prediction.costs],
-            }
-            for name, prediction in by_arm.items()
-        }
-    }
-    plain = by_arm.get("fp32")
-    if plain is not None and plain.is_shaped:
-        limits["link_to_compute"] = plain.link_to_compute
-        limits["compute_step_s"] = plain.compute_step_s
-        limits["max_speedup"] = plain.step_s / plain.compute_step_s
-    return limits
-
-
-def vars_of(costs: StageCosts) -> dict[str, Any]:
-    """Measured costs as plain numbers."""
-    return {"phases": dict(costs.phases), "push_s": costs.push_s, "deliver_s": costs.deliver_s}
-
-
-def write_all(
-    path: Path, results: Mapping[str, Any], trained: Sequence[Trained], observer: Observer
-) -> None:
-    """Everything that a run leaves in its folder; the numbers first, pictures if they can be."""
-    aside = path / "results.json.part"
-    aside.write_text(to_json(results, indent=1), encoding="utf-8")
-    aside.replace(path / "results.json")
-    rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
-    records = {one.arm.name: one.records for one in trained if one.records}
-    if not records:
-        return
-    try:
-        write_trace(path / "trace.json", records)
-        write_report(path / "report.html", results, rows=rows, steps=records)
-        write_loss_figure(path / "loss_vs_time.png", results["arms"])
-    except (OSError, ImportError) as error:
-        observer.on_warning(f"the run's pictures could not be written: {error}")
-
-
-def environment() -> dict[str, Any]:
-    """What the numbers depend on besides the configuration."""
-    import ray
-    import torch
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ray": ray.__version__,
-        "cores": len(os.sched_getaffinity(0)),
-        "core": kernels.core(),
-        "machine": platform.machine(),
-    }
-
-
 def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
     pipeline, size = config.pipeline, config.model.size
     shaped = config.network.topology is None
@@ -430,17 +274,3 @@ def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
         "bandwidth_bps": config.network.bandwidth_bps if shaped else None,
         "arms": [arm.name for arm in config.arms],
     }
-
-
-def available_bytes() -> int:
-    """Memory that can still be had on this machine, within the limits of its container."""
-    found = []
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
-        found.append(int(limit) - int(used))
-    return min(found, default=1 << 62)

@@ -1,4 +1,4 @@
-"""The stage's Ray face; the only file here that imports ray.
+"""The stage's Ray face: what the driver and the other stages may call.
 
 Path: ray_pipe.pipeline -> stages.actor -> stages.stage
 
@@ -10,13 +10,10 @@ object refs owned by this actor.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +27,7 @@ from stages.black_box import BlackBox, BoxError
 from stages.box_places import OFF, open_box
 from stages.by_hand import StageByHand
 from stages.compute import Compute
+from stages.courier import VIEW_NBYTES, Courier
 from stages.digest import source_digest
 from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane, Unrecorded
@@ -44,40 +42,6 @@ from stages.storage import Folder
 from stages.wiring import Lanes
 
 T = TypeVar("T")
-log = logging.getLogger("ray_pipe")
-
-VIEW_NBYTES = 100 * 1024
-"""Frames above this size travel as arrays, which Ray hands over as views, not as copies."""
-
-
-class Courier:
-    """Pushes frames to other actors, in order, from a thread of its own.
-
-    A push asks for no answer: that would cost as much again, and whether an actor lives is the
-    driver's to watch. A frame that is lost with its actor is missed by whoever waits for it.
-    """
-
-    def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
-        self._source = source
-        self._on_error = on_error
-        self._frames: SimpleQueue[tuple[Any, int, int, bytes]] = SimpleQueue()
-        Thread(target=self._main, name="courier", daemon=True).start()
-
-    def push(self, peer: Any, target: int, generation: int, frame: bytes) -> None:
-        """Hand a frame to an actor; returns at once."""
-        self._frames.put((peer, target, generation, frame))
-
-    def _main(self) -> None:
-        while True:
-            peer, target, generation, frame = self._frames.get()
-            payload: Any = frame
-            if len(frame) > VIEW_NBYTES:
-                payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
-            try:
-                peer.deliver.remote(self._source, generation, payload)
-            except Exception as error:  # whatever it is, the thread must live and the stage hear
-                self._on_error(f"pushing to stage {target} failed: {error!r}")
-            del peer, frame, payload  # an idle courier must not keep a frame alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,46 +337,3 @@ class StageActor:
         if self._stage is None:
             raise RuntimeError(f"stage {self.index} has not been set up")
         return self._stage
-
-
-CONCURRENCY = {"net": 1, "control": 1, "save": 1, "carry": 32}
-GROUPS = {
-    "deliver": "net",
-    "discard": "net",
-    "abort": "control",
-    "ping": "control",
-    "cpu_seconds": "control",
-    "cpu_beside_lanes": "control",
-    "write_kept": "save",
-    "sees": "save",
-    "carry": "carry",
-}
-ONE_WAY = ("deliver",)
-
-
-def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPREAD") -> Any:
-    """Start a stage actor where `strategy` says. State would be lost by a restart, so Ray must not
-    restart it."""
-    cls: Any = type("PipelineStage", (StageActor,), {})
-    for method, group in GROUPS.items():
-        options: dict[str, Any] = {"concurrency_group": group}
-        if method in ONE_WAY:
-            # Nobody would look for a frame on the dashboard, and each event has its price.
-            options |= {"num_returns": 0, "enable_task_events": False}
-        mark = ray.method(**options)
-        setattr(cls, method, mark(_own(getattr(StageActor, method))))
-    decorate: Any = ray.remote  # its stubs do not know concurrency groups
-    remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
-    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
-    return placed.remote(index)
-
-
-def _own(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a method that Ray may mark without touching the plain class."""
-
-    def call(self: Any, *args: Any) -> Any:
-        return method(self, *args)
-
-    call.__name__ = method.__name__
-    call.__doc__ = method.__doc__
-    return call

@@ -23,18 +23,19 @@ MAY_IMPORT = {
 }
 SPEAK_RAY = {
     "stages.actor",
+    "stages.remote",
     "ray_pipe.cluster",
     "ray_pipe.doctor_probe",
     "ray_pipe.doctor_rounds",
-    "ray_pipe.driver",
     "ray_pipe.failures",
+    "ray_pipe.machine",
     "ray_pipe.pipeline",
     "ray_pipe.rescue",
     "ray_pipe.preflight",
     "ray_pipe.monitoring.exporter",
     "ray_pipe.monitoring.job_view",
 }
-"""`driver` only asks Ray for its version."""
+"""`machine` only asks Ray for its version."""
 
 NATIVE_FACADES = {"compressors.kernels", "compressors.native"}
 

@@ -1,0 +1,101 @@
+"""What a run leaves in its folder: results.json, the trace, the report, the figure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compressors import kernels
+from ray_pipe.arms import ArmSummary
+from ray_pipe.config import RunConfig
+from ray_pipe.machine import environment
+from ray_pipe.metrics import StepRow, to_json
+from ray_pipe.progress import Observer
+from ray_pipe.recovery import Failure
+from ray_pipe.report import write_report
+from ray_pipe.report_figure import write_loss_figure
+from ray_pipe.timeline import write_trace
+from ray_pipe.trained import Trained
+from stages.rehearsal import StageCosts
+
+RESULTS_SCHEMA = 1
+
+
+def results_of(
+    config: RunConfig,
+    summaries: Sequence[ArmSummary],
+    trained: Sequence[Trained],
+    failures: Sequence[Failure] = (),
+) -> dict[str, Any]:
+    """The object of results.json."""
+    by_name = {one.arm.name: one for one in trained}
+    arms = []
+    for summary in summaries:
+        prediction = by_name[summary.name].prediction
+        arm = summary.as_dict()
+        if by_name[summary.name].eval_losses:
+            arm["eval_losses"] = by_name[summary.name].eval_losses
+        if prediction is not None and prediction.is_shaped:
+            arm["link_compute_ratio"] = prediction.link_to_compute
+        arms.append(arm)
+    return {
+        "schema": RESULTS_SCHEMA,
+        "name": config.name,
+        "config": replace(config, checkpoint=replace(config.checkpoint, resume=None)).to_dict(),
+        "native": kernels.core() == "native",
+        "arms": arms,
+        "limits": limits_of(trained),
+        "failures": [failure.as_dict() for failure in failures],
+        "environment": environment(),
+        "command": shlex.join(["python", "-m", "ray_pipe.run", *sys.argv[1:]]),
+    }
+
+
+def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
+    """What physics allows: how much longer the fp32 arm's links work than compute takes."""
+    by_arm = {one.arm.name: one.prediction for one in trained if one.prediction is not None}
+    limits: dict[str, Any] = {
+        "arms": {
+            name: {
+                "link_to_compute": prediction.link_to_compute,
+                "compute_step_s": prediction.compute_step_s,
+                "link_step_s": prediction.link_step_s,
+                "costs": [vars_of(costs) for costs in prediction.costs],
+            }
+            for name, prediction in by_arm.items()
+        }
+    }
+    plain = by_arm.get("fp32")
+    if plain is not None and plain.is_shaped:
+        limits["link_to_compute"] = plain.link_to_compute
+        limits["compute_step_s"] = plain.compute_step_s
+        limits["max_speedup"] = plain.step_s / plain.compute_step_s
+    return limits
+
+
+def vars_of(costs: StageCosts) -> dict[str, Any]:
+    """Measured costs as plain numbers."""
+    return {"phases": dict(costs.phases), "push_s": costs.push_s, "deliver_s": costs.deliver_s}
+
+
+def write_all(
+    path: Path, results: Mapping[str, Any], trained: Sequence[Trained], observer: Observer
+) -> None:
+    """Everything that a run leaves in its folder; the numbers first, pictures if they can be."""
+    aside = path / "results.json.part"
+    aside.write_text(to_json(results, indent=1), encoding="utf-8")
+    aside.replace(path / "results.json")
+    rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
+    records = {one.arm.name: one.records for one in trained if one.records}
+    if not records:
+        return
+    try:
+        write_trace(path / "trace.json", records)
+        write_report(path / "report.html", results, rows=rows, steps=records)
+        write_loss_figure(path / "loss_vs_time.png", results["arms"])
+    except (OSError, ImportError) as error:
+        observer.on_warning(f"the run's pictures could not be written: {error}")

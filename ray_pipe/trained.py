@@ -1,0 +1,71 @@
+"""One arm while and after it is trained: its rows, its records, what it left behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_pipe.arms import ArmSummary, summarize
+from ray_pipe.checkpoint import Saver
+from ray_pipe.metrics import ArmMeter, StepRow
+from ray_pipe.monitoring.monitor import Monitor
+from ray_pipe.planner.cost import Prediction
+from ray_pipe.plans import Arm
+from stages.record import StepRecord
+
+KEPT_STEPS = 100
+"""Steps at either end of a run whose spans are kept for the trace."""
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """One arm while and after it is trained."""
+
+    arm: Arm
+    prediction: Prediction | None
+    meter: ArmMeter
+    monitor: Monitor = field(default_factory=Monitor)
+    first_records: list[StepRecord] = field(default_factory=list)
+    last_records: deque[list[StepRecord]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Weights and optimizer of each stage after the arm's own steps, if they were asked for."""
+
+    sees_links: bool = True
+    """False on a real network that nothing was said about: the prediction cannot be compared."""
+
+    saver: Saver | None = None
+    eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)
+    """(wall_s, step, loss on held-out samples), once an epoch with `--eval`."""
+
+    def add(self, records: list[StepRecord]) -> StepRow:
+        """A step's row. The cluster hears of it, and its spans are kept for the trace: of a long
+        run those of its beginning and its end."""
+        row = self.meter.add(records)
+        if self.saver is not None:
+            self.saver.recorded(row.step)
+        self.monitor.on_step(row, records)
+        if len(self.meter.rows) <= KEPT_STEPS:
+            self.first_records += records
+        else:
+            self.last_records.append(records)
+        return row
+
+    def add_again(self, records: list[StepRecord]) -> None:
+        """A step that was run again after a failure: its bytes count, its row is there."""
+        self.monitor.on_replay(self.meter.count_again(records), records)
+        if self.saver is not None:
+            self.saver.recorded(records[0].step)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.first_records + [record for step in self.last_records for record in step]
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        return self.prediction.step_s if self.prediction and self.sees_links else None
+
+    def summary(self) -> ArmSummary:
+        """The arm as far as it came; its final loss is the mean of its last epoch."""
+        window = min(self.arm.order.steps_per_epoch, max(1, self.arm.num_steps))
+        return summarize(self.meter, final_window=window, predicted_step_s=self.predicted_step_s)

@@ -1,0 +1,46 @@
+"""A stage's way out: frames go to the other actors from a thread that never blocks the stage.
+
+Path: stages.actor -> stages.courier
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import numpy as np
+
+VIEW_NBYTES = 100 * 1024
+"""Frames above this size travel as arrays, which Ray hands over as views, not as copies."""
+
+
+class Courier:
+    """Pushes frames to other actors, in order, from a thread of its own.
+
+    A push asks for no answer: that would cost as much again, and whether an actor lives is the
+    driver's to watch. A frame that is lost with its actor is missed by whoever waits for it.
+    """
+
+    def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
+        self._source = source
+        self._on_error = on_error
+        self._frames: SimpleQueue[tuple[Any, int, int, bytes]] = SimpleQueue()
+        Thread(target=self._main, name="courier", daemon=True).start()
+
+    def push(self, peer: Any, target: int, generation: int, frame: bytes) -> None:
+        """Hand a frame to an actor; returns at once."""
+        self._frames.put((peer, target, generation, frame))
+
+    def _main(self) -> None:
+        while True:
+            peer, target, generation, frame = self._frames.get()
+            payload: Any = frame
+            if len(frame) > VIEW_NBYTES:
+                payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
+            try:
+                peer.deliver.remote(self._source, generation, payload)
+            except Exception as error:  # whatever it is, the thread must live and the stage hear
+                self._on_error(f"pushing to stage {target} failed: {error!r}")
+            del peer, frame, payload  # an idle courier must not keep a frame alive

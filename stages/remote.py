@@ -1,0 +1,52 @@
+"""Starts stage actors: which method runs in which of an actor's threads, and where it is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from stages.actor import StageActor
+
+CONCURRENCY = {"net": 1, "control": 1, "save": 1, "carry": 32}
+GROUPS = {
+    "deliver": "net",
+    "discard": "net",
+    "abort": "control",
+    "ping": "control",
+    "cpu_seconds": "control",
+    "cpu_beside_lanes": "control",
+    "write_kept": "save",
+    "sees": "save",
+    "carry": "carry",
+}
+ONE_WAY = ("deliver",)
+
+
+def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPREAD") -> Any:
+    """Start a stage actor where `strategy` says. State would be lost by a restart, so Ray must not
+    restart it."""
+    cls: Any = type("PipelineStage", (StageActor,), {})
+    for method, group in GROUPS.items():
+        options: dict[str, Any] = {"concurrency_group": group}
+        if method in ONE_WAY:
+            # Nobody would look for a frame on the dashboard, and each event has its price.
+            options |= {"num_returns": 0, "enable_task_events": False}
+        mark = ray.method(**options)
+        setattr(cls, method, mark(_own(getattr(StageActor, method))))
+    decorate: Any = ray.remote  # its stubs do not know concurrency groups
+    remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
+    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
+    return placed.remote(index)
+
+
+def _own(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a method that Ray may mark without touching the plain class."""
+
+    def call(self: Any, *args: Any) -> Any:
+        return method(self, *args)
+
+    call.__name__ = method.__name__
+    call.__doc__ = method.__doc__
+    return call
