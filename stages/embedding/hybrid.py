@@ -34,6 +34,7 @@ from compressors.id_lists import dedupe
 from netsim.link import LinkLike
 from stages.embedding import letters
 from stages.embedding.asking import Asking, ShardRefused, ShardTimeout
+from stages.embedding.auto_staleness import AutoStaleness
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits
 from stages.embedding.shard import IdSet, Rows, StalenessError
@@ -68,6 +69,11 @@ class Step:
     rows: dict[str, Tensor]
     pulled: Sequence[Mapping[str, Rows]]
     v_read: list[int]
+    pull_s: float = 0.0
+    """From the permit to the rows."""
+
+    step_s: float = 0.0
+    """Forward and backward; `run` measures it, others may say it before they push."""
 
     @property
     def ticket(self) -> int:
@@ -111,7 +117,9 @@ class Hybrid:
         session: int = 0,
         deadline_s: float = 30.0,
         num_tries: int = 5,
+        auto: AutoStaleness | None = None,
     ) -> None:
+        """`auto` chooses the bound as it goes; shards then allow `auto.cap`."""
         check_tables(tables)
         self.tables = {table.name: table for table in tables if table.placement == "sharded"}
         self.permits = permits
@@ -124,6 +132,9 @@ class Hybrid:
         self._version = [0] * len(self._asking.links)
         self._pushes: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self.auto = auto
+        if auto is not None:
+            permits.resize(auto.tau)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -143,6 +154,7 @@ class Hybrid:
     async def _fetch(self, ahead: Ahead) -> Step:
         """The rows of a step that has its permit."""
         floor = list(self._version)
+        asked_s = asyncio.get_running_loop().time()
         try:
             answers = await _all(
                 self._asking.ask(shard, ahead.ticket, "pull", again=ahead.parts[shard])
@@ -157,7 +169,13 @@ class Hybrid:
         except BaseException:
             await asyncio.shield(self._void(ahead.ticket))
             raise
-        return Step(ahead=ahead, rows=rows, pulled=pulled, v_read=versions)
+        return Step(
+            ahead=ahead,
+            rows=rows,
+            pulled=pulled,
+            v_read=versions,
+            pull_s=asyncio.get_running_loop().time() - asked_s,
+        )
 
     async def push(self, step: Step) -> None:
         """Send the gradients and wait until every shard has settled them; the permit goes home.
@@ -165,6 +183,7 @@ class Hybrid:
         A gradient that is not finite is refused by table and id before anything is sent, and the
         step is void on every shard.
         """
+        asked_s = asyncio.get_running_loop().time()
         try:
             packets = [self._gradients(step, shard) for shard in range(len(self._asking.links))]
         except BaseException:
@@ -180,6 +199,7 @@ class Hybrid:
         self.counts.pushed += 1
         for shard, (header, _) in enumerate(answers):
             self._note_ack(shard, header)
+        self._note_times(step, asked_s)
 
     def push_soon(self, step: Step) -> None:
         """`push` beside whatever comes next; its error is raised by the next `pull` or `drain`."""
@@ -232,9 +252,11 @@ class Hybrid:
         try:
             while (fetched := await ready.get()) is not None:
                 step = await fetched
+                began_s = asyncio.get_running_loop().time()
                 result = train(number, step)
                 if asyncio.iscoroutine(result):
                     await result
+                step.step_s = asyncio.get_running_loop().time() - began_s
                 self.push_soon(step)
                 step = None
                 number += 1
@@ -362,6 +384,16 @@ class Hybrid:
         elif outcome == "refused":
             why = header.body["why"]
             raise (StalenessError if "StalenessError" in why else ShardRefused)(why)
+
+    def _note_times(self, step: Step, asked_s: float) -> None:
+        if self.auto is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        tau = self.auto.observe(
+            pull_s=step.pull_s, step_s=step.step_s, push_s=now_s - asked_s, now_s=now_s
+        )
+        if tau is not None:
+            self.permits.resize(tau)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

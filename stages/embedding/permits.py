@@ -27,6 +27,9 @@ class Permits:
             )
         self.tau = tau
         self.free = tau + 1
+        """Below zero after the bound was lowered: as many must come home before one goes out."""
+
+        self.num_clients = num_clients
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._held: set[int] = set()
         self._idle: list[asyncio.Future[None]] = []
@@ -43,7 +46,7 @@ class Permits:
 
     async def acquire(self, ticket: int) -> None:
         """Wait for a permit. Whoever is cancelled while waiting takes none."""
-        if self.free and not self._waiting:
+        if self.free > 0 and not self._waiting:
             self.free -= 1
         else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,6 +75,15 @@ class Permits:
                 if not waiter.done():
                     waiter.set_result(None)
 
+    def resize(self, tau: int) -> None:
+        """Another bound from now on. Steps under way keep their permits, so a lower one holds as
+        soon as enough of them are home; shards must allow for the larger of the two."""
+        if tau + 1 < self.num_clients:
+            raise ValueError(f"{self.num_clients} workers need as many permits, got tau = {tau}")
+        self.free += tau - self.tau
+        self.tau = tau
+        self._wake()
+
     async def all_home(self) -> None:
         """Wait until no step is under way."""
         while self._held:
@@ -80,7 +92,7 @@ class Permits:
             await waiter
 
     def _wake(self) -> None:
-        while self.free and self._waiting:
+        while self.free > 0 and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 self.free -= 1
