@@ -1,6 +1,6 @@
 """What a stage computes: forward, backward, update, with the pipeline's cut in the graph.
 
-Path: stages.stage -> stages.compute -> stages.ends
+Path: stages.actions -> stages.compute -> stages.ends
 
 The input of a stage is a fresh leaf: what the receiver decoded, with gradient. Its gradient is
 taken there and sent back; the sender feeds what it decodes into its own output (straight through

@@ -1,6 +1,6 @@
 """A stage: runs the action list of a step, receiving, computing and sending at the same time.
 
-Path: stages.schedule -> stages.stage -> stages.compute
+Path: stages.schedule -> stages.stage -> stages.actions
 
 A plain class over an event loop, three lanes and some links. In an actor the loop is real and the
 lanes are threads; in the simulator time is virtual and the lanes are costs. Neither is known here.
@@ -18,9 +18,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import Tensor
-
 from compressors.frame import FrameError, FrameHeader
+from stages.actions import Actions
+from stages.background import Background
 from stages.books import Books
 from stages.compute import Compute
 from stages.control import Control
@@ -30,9 +30,8 @@ from stages.lanes import Recorder
 from stages.optim import clip_factor, exact_sums
 from stages.passes import Passes, Samples
 from stages.plan import StepPlan, Turn
-from stages.receiving import NEVER, Opened, ReceivingEnd
+from stages.receiving import NEVER, Opened
 from stages.record import StepRecord
-from stages.schedule import actions_of
 from stages.state import StageState, gather_state, restore_state
 from stages.wiring import Lanes, Wiring
 
@@ -85,6 +84,16 @@ class Stage:
         )
         self._books = Books(index, wiring, recorder)
         self.passes = Passes(compute, samples, is_first=self.is_first, is_last=self.is_last)
+        self._actions = Actions(
+            index=index,
+            num_stages=num_stages,
+            compute=compute,
+            passes=self.passes,
+            wiring=wiring,
+            lanes=lanes,
+            recorder=recorder,
+            on_point=self._pass,
+        )
         self._clip = clip
         self._turn = NEVER
         self._min_attempt = 0
@@ -94,7 +103,7 @@ class Stage:
         self._why = ""
         self._is_stopped = False
         self._is_spoilt = False
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Background(f"stage {index}", self._on_lost)
         self.keeper: Keeper | None = None
         """Writes the stage's black box, if it has one."""
 
@@ -133,7 +142,7 @@ class Stage:
         start = asyncio.get_running_loop().time()
         try:
             await self.begin(plan)
-            await self._act(plan)
+            await self._actions.run(plan)
             norm = await (self._flush(plan) if plan.train else self._see_off(plan))
         except BaseException as error:
             self._running = None
@@ -152,7 +161,7 @@ class Stage:
     async def begin(self, plan: StepPlan) -> None:
         """Open the step: frames of it may be decoded from now on."""
         while self._background:
-            await asyncio.wait(list(self._background))
+            await self._background.wait()
         await self._resolve(plan)
         if plan.turn <= self._turn:
             raise ValueError(
@@ -163,11 +172,7 @@ class Stage:
         self._state = "running"
         self.passes.begin()
         self.control.begin(plan.turn)
-        for receiving in self.wiring.receiving():
-            receiving.begin(plan.turn)
-        for end in self.wiring.ends():
-            if plan.coming:
-                end.codec.prefetch(plan.coming)
+        self.wiring.begin(plan)
 
     def abort(self, why: str) -> None:
         """End the running step and leave no trace of it (called on the loop; returns at once).
@@ -183,24 +188,7 @@ class Stage:
                 self._is_stopped = True
                 self._running.cancel()
         elif self._state == "running":  # by hand: nobody runs who could clean up
-            self._spawn(self._rollback())
-
-    async def _act(self, plan: StepPlan) -> None:
-        """All actions, in order; sends go on beside them and are done when this returns."""
-        if self.is_last:
-            await self.lanes.compute.run("load", "data", -1, self.passes.load, plan)
-        try:
-            async with asyncio.TaskGroup() as sends:
-                for action in actions_of(
-                    plan.schedule,
-                    stage=self.index,
-                    num_stages=self.num_stages,
-                    num_micro_batches=len(plan.micro_batches),
-                ):
-                    act = self._forward if action.kind == "F" else self._backward
-                    await act(plan, action.micro_batch, sends)
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            self._background.spawn(self._rollback())
 
     async def _resolve(self, plan: StepPlan) -> None:
         """End the doubt about an earlier step: the driver knows whether it was committed."""
@@ -234,9 +222,7 @@ class Stage:
     async def _rollback(self) -> None:
         """Each lane ends what it is doing, then forgets."""
         self._state = "undoing"
-        for task in self._background:
-            if task is not asyncio.current_task():
-                task.cancel()
+        self._background.cancel()
         for receiving in self.wiring.receiving():
             receiving.refuse_before(self._min_attempt)
         await self.lanes.compute.run("sync", "abort", -1, self.compute.abort)
@@ -247,57 +233,6 @@ class Stage:
             await self.lanes.receive.run("sync", "abort", -1, receiving.codec.abort)
         self.recorder.drain()
         self._state = "idle"
-
-    # --- the two passes -----------------------------------------------------------------
-
-    async def _forward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
-        source = None
-        if self.wiring.activation_in is not None:
-            self._pass("recv F", plan, micro_batch)
-            source = await self._take(self.wiring.activation_in, plan, micro_batch)
-        self._pass("F", plan, micro_batch)
-        output = await self.lanes.compute.run(
-            "forward",
-            f"F{micro_batch}",
-            micro_batch,
-            self.passes.forward,
-            plan,
-            micro_batch,
-            source,
-        )
-        if self.wiring.activation_out is not None:
-            assert output is not None
-            self._pass("send F", plan, micro_batch)
-            keys = self.passes.keys(plan, micro_batch)
-            sends.create_task(self.wiring.activation_out.send(plan.turn, micro_batch, output, keys))
-
-    async def _backward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
-        gradient = None
-        if self.wiring.gradient_in is not None:
-            self._pass("recv B", plan, micro_batch)
-            gradient = await self._take(self.wiring.gradient_in, plan, micro_batch)
-        self._pass("B", plan, micro_batch)
-        sent_back = await self.lanes.compute.run(
-            "backward", f"B{micro_batch}", micro_batch, self.compute.backward, micro_batch, gradient
-        )
-        if self.wiring.gradient_out is not None:
-            assert sent_back is not None
-            self._pass("send B", plan, micro_batch)
-            keys = self.passes.keys(plan, micro_batch)
-            sends.create_task(
-                self.wiring.gradient_out.send(plan.turn, micro_batch, sent_back, keys)
-            )
-
-    async def _take(self, end: ReceivingEnd, plan: StepPlan, micro_batch: int) -> Tensor:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        tensor, lengths = await end.take(plan.turn, micro_batch, deadline_s=plan.deadline_s)
-        forward = end is self.wiring.activation_in
-        if forward:
-            self.passes.note_lengths(micro_batch, lengths)
-        phase, letter = ("wait_forward", "F") if forward else ("wait_backward", "B")
-        self.recorder.add(phase, f"{letter}{micro_batch}", micro_batch, start, loop.time())
-        return tensor
 
     # --- the end of a step ----------------------------------------------------------------
 
@@ -346,8 +281,7 @@ class Stage:
         self.close()
 
     async def _commit(self, plan: StepPlan, factor: float) -> None:
-        if self._background:  # a resend changes rows: it belongs to this step
-            await asyncio.wait(list(self._background))
+        await self._background.wait()  # a resend changes rows: it belongs to this step
         await self.lanes.compute.run("update", "update", -1, self.finish, plan, factor)
         self.close()
 
@@ -363,18 +297,12 @@ class Stage:
 
     def close(self) -> None:
         """Let go of what was kept in case it had to be sent again."""
-        for sending in self.wiring.sending():
-            sending.forget()
+        self.wiring.forget_sent()
         self._state = "idle"
 
     def retire(self) -> None:
         """Nothing more will come of this stage: let go of tasks, links, rows and their files."""
-        for receiving in self.wiring.receiving():
-            receiving.retire()
-        for link in self.wiring.links.values():
-            link.close()
-        for end in self.wiring.ends():
-            end.codec.close()
+        self.wiring.retire()
 
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
         """What this stage did in the step that just ended."""
@@ -417,7 +345,7 @@ class Stage:
     async def settle(self) -> None:
         """After an abort: end what is still going on, and a doubt as if nobody had committed."""
         while self._background:
-            await asyncio.wait(list(self._background))
+            await self._background.wait()
         self._check_between_steps()
         if self._doubt is not None:
             await self._rollback()
@@ -465,18 +393,11 @@ class Stage:
         # Once the step commits everybody has everything: nothing may touch its rows any more.
         if end is not None and self._state in ("running", "prepared"):
             seq, micro_batch = body.get("seq"), body.get("mb", -1)
-            self._spawn(end.resend(turn_of(header), seq=seq, micro_batch=micro_batch))
+            self._background.spawn(end.resend(turn_of(header), seq=seq, micro_batch=micro_batch))
 
     def _pass(self, point: str, plan: StepPlan, micro_batch: int | None = None) -> None:
         if self.on_point is not None:
             self.on_point(point if micro_batch is None else f"{point}{micro_batch}", plan)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work, name=f"stage {self.index}: {work.__qualname__}")
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.abort(f"stage {self.index} could not send again: {error}")
+    def _on_lost(self, error: BaseException) -> None:
+        self.abort(f"stage {self.index} could not send again: {error}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from netsim.link import LinkLike
 from stages.ends import SendingEnd
 from stages.lanes import Lane
+from stages.plan import StepPlan
 from stages.receiving import ReceivingEnd
 
 
@@ -31,6 +32,28 @@ class Wiring:
 
     def ends(self) -> list[ReceivingEnd | SendingEnd]:
         return [*self.receiving(), *self.sending()]
+
+    def begin(self, plan: StepPlan) -> None:
+        """Frames of this turn may be decoded from now on; rows of coming steps are fetched."""
+        for receiving in self.receiving():
+            receiving.begin(plan.turn)
+        for end in self.ends():
+            if plan.coming:
+                end.codec.prefetch(plan.coming)
+
+    def forget_sent(self) -> None:
+        """Let go of what was kept in case it had to be sent again."""
+        for sending in self.sending():
+            sending.forget()
+
+    def retire(self) -> None:
+        """Let go of tasks, links, rows and their files."""
+        for receiving in self.receiving():
+            receiving.retire()
+        for link in self.links.values():
+            link.close()
+        for end in self.ends():
+            end.codec.close()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -45,6 +45,7 @@ WALK = [
     "ray_pipe.data",
     "stages.schedule",
     "stages.stage",
+    "stages.actions",
     "stages.compute",
     "stages.ends",
     "compressors.base",

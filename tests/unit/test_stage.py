@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
+from stages.actions import Actions
 from stages.compute import Compute
 from stages.ends import StageTimeout
 from stages.loss import cross_entropy
@@ -355,16 +356,16 @@ def test_mutant_an_evaluation_that_remembers_is_caught(monkeypatch: pytest.Monke
 
 def test_mutant_a_recompute_that_encodes_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """(d)7: the sender's rows run ahead of the receiver's."""
-    right = Stage._backward
+    right = Actions._backward
 
-    async def encodes_again(self: Stage, plan: StepPlan, micro_batch: int, sends: Any) -> None:
-        end = self.wiring.activation_out
+    async def encodes_again(self: Actions, plan: StepPlan, micro_batch: int, sends: Any) -> None:
+        end = self._wiring.activation_out
         if end is not None:
             output = torch.zeros(2, 8, 32)
-            end.codec.encode(output, keys=self.passes.keys(plan, micro_batch))
+            end.codec.encode(output, keys=self._passes.keys(plan, micro_batch))
         await right(self, plan, micro_batch, sends)
 
-    monkeypatch.setattr(Stage, "_backward", encodes_again)
+    monkeypatch.setattr(Actions, "_backward", encodes_again)
 
     run = Bench(num_stages=2, activation=acsgd()).run(4)
 
