@@ -104,7 +104,7 @@ def test_bytes_are_the_closed_form_and_headers(sync: SyncSpec) -> None:
     assert payload < fleet.nbytes() < payload + 160 * messages
 
 
-def test_mutant_a_silent_fall_back_to_fp32_shows_in_the_bytes() -> None:
+def test_values_that_no_grid_holds_travel_exactly_and_show_in_the_bytes() -> None:
     spec = SyncSpec(codec=CodecSpec(name="directq", bits=4))
     quantised = run_fleet(quadratics(4, dim=4096, dtype=torch.float32), spec, 2)
     trainers = quadratics(4, dim=4096, dtype=torch.float32)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import statistics
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -102,66 +101,3 @@ def test_among_equals_nobody_is_much_behind_all_reduce() -> None:
 
     for sync in (SMART, SKIP, SyncSpec(name="ad-psgd"), SyncSpec(name="local", local_steps=8)):
         assert iteration_s(sync, "", seconds=60) < 1.1 * direct
-
-
-# --- the same loss at equal epochs ---------------------------------------------------------------
-
-
-def trained(sync: SyncSpec, *, num: int = 4, num_steps: int = 40, twice: bool = False) -> float:
-    """Loss of the mean model of a small MLP on IID shards after equally many samples."""
-    from stages.sync.problems import ModuleTrainer
-
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(512, 10, generator=generator)
-    targets = (inputs[:, :3].sum(1) + 0.5 * inputs[:, 3] * inputs[:, 4] > 0).float()
-
-    def make(replica: int) -> Any:
-        torch.manual_seed(0)
-        module = torch.nn.Sequential(
-            torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
-        )
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
-
-        def loss_at(module: torch.nn.Module, replica: int, k: int) -> torch.Tensor:
-            rows = torch.arange(replica * 64, replica * 64 + 64)[(torch.arange(16) + 16 * k) % 64]
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                module(inputs[rows])[:, 0], targets[rows]
-            )
-            return loss * (2 if twice else 1)
-
-        return ModuleTrainer(
-            replica, module, loss_at=loss_at, optimizer=optimizer, lr=0.2,
-            compute_s=uniform_time(num),
-        )  # fmt: skip
-
-    trainers = [make(replica) for replica in range(num)]
-
-    async def main() -> None:
-        fleet = Fleet(sync=sync, trainers=trainers, topology=slow_net(num, rate_bps=1e7))
-        await fleet.run(num_steps)
-
-    run_virtual(main())
-    vector = torch.stack([trainer.shards[0].parameters() for trainer in trainers]).mean(0)
-    trainers[0].shards[0].set_parameters(vector)
-    with torch.no_grad():
-        logits = trainers[0].module(inputs)[:, 0]
-    return float(torch.nn.functional.binary_cross_entropy_with_logits(logits, targets))
-
-
-def test_all_strategies_reach_the_same_loss_at_equal_epochs() -> None:
-    exact = trained(SyncSpec(name="allreduce"))
-    assert 0.1 < exact < 0.65  # it has learnt something and is not done
-
-    for sync in (
-        SyncSpec(name="ripples"),
-        SyncSpec(name="hop"),
-        SyncSpec(name="ad-psgd"),
-        SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
-    ):
-        assert trained(sync) == pytest.approx(exact, rel=0.02), sync.name
-
-
-def test_mutant_the_gradient_applied_twice_is_another_loss() -> None:
-    exact = trained(SyncSpec(name="allreduce"))
-
-    assert trained(SyncSpec(name="ripples"), twice=True) != pytest.approx(exact, rel=0.02)

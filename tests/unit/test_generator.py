@@ -53,7 +53,7 @@ def test_asking_again_gives_the_same_ticket_and_counts_once() -> None:
     assert made.state_dict()["counters"][0] == 1
 
 
-def test_mutant_counting_retries_would_let_the_filter_drop_healthy_replicas() -> None:
+def test_repeated_requests_do_not_make_a_replica_look_fast() -> None:
     made = generator(4, threshold=2, group_size=2)
     for _ in range(5):
         ask(made, 0)

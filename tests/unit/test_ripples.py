@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from netsim.clock import run_virtual
 from stages.sync.fleet import Fleet
 from stages.sync.generator import GroupGenerator
 from stages.sync.isolation import components
+from stages.sync.problems import ComputeTime
 from stages.sync.ripples import Ripples, by_node, ruler
 from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
 from tests.unit.fleets import (
@@ -80,47 +82,6 @@ def logged(log: Log, make: type[GroupGenerator] = GroupGenerator) -> type[Assemb
     return Mine
 
 
-def run_logged(make: type[GroupGenerator] = GroupGenerator, *, seed: int = 0) -> Log:
-    log = Log()
-    options = priced(8, uniform_time(8, "2:4x,random:6x@0.1", seed=seed))
-    run_fleet(
-        options.pop("trainers"), PAIRS, 60, topology=slow_net(8, rate_bps=1e6),
-        assembly=logged(log, make), limit_s=20_000, **options,
-    )  # fmt: skip
-    return log
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_nobody_is_in_two_groups_and_each_group_is_executed_once_by_its_members(seed: int) -> None:
-    log = run_logged(seed=seed)
-
-    assert log.overlaps == []
-    assert len(log.applied) > 100
-    assert all(sorted(who) == [*log.members[gid]] for gid, who in log.applied.items())
-
-
-class FreesTooEarly(GroupGenerator):
-    """Frees all members when the first has applied."""
-
-    def done(self, gid: int, replica: int, **options: Any) -> Any:
-        group = self._groups.get(gid)
-        for other in group.members if group is not None else ():
-            member = self._members[other]
-            if other != replica and member.group == gid:
-                self._release(other, member)
-        return super().done(gid, replica, **options)
-
-
-def test_mutant_locks_freed_before_all_have_applied_make_groups_overlap() -> None:
-    try:
-        log = run_logged(FreesTooEarly)
-    except Exception:
-        return  # or nobody gets on at all
-    whole = all(sorted(who) == [*log.members[gid]] for gid, who in log.applied.items())
-
-    assert log.overlaps or not whole
-
-
 @pytest.mark.parametrize("sync", [SMART, PAIRS, RULER, FOUR_BITS], ids=["4", "2", "ruler", "4 bit"])
 def test_groups_agree_and_keep_the_mean(sync: SyncSpec) -> None:
     trainers = quadratics(8, lr=0.0, offset=1.0)
@@ -166,24 +127,6 @@ def test_mutant_quantised_parameters_written_over_move_the_mean() -> None:
         moved, _ = drift(CodecSpec(name="directq", bits=4))
 
     assert moved > 0.01
-
-
-def test_one_group_of_all_is_all_reduce() -> None:
-    ours = quadratics(4, spread=1.0, compute_s=uniform_time(4))
-    run_fleet(ours, SyncSpec(name="ripples", group_size=4, slowdown_threshold=0), 50)
-    theirs = quadratics(4, spread=1.0, compute_s=uniform_time(4))
-    run_fleet(theirs, SyncSpec(name="allreduce"), 50)
-
-    torch.testing.assert_close(ours[0].x, theirs[0].x, rtol=0, atol=1e-6)
-
-
-def test_mutant_averaging_before_the_local_step_is_not_all_reduce() -> None:
-    trainers = quadratics(4, spread=1.0)
-    run_fleet(trainers, SyncSpec(name="hop", graph="complete"), 50)  # mixes before the step
-    theirs = quadratics(4, spread=1.0)
-    run_fleet(theirs, SyncSpec(name="allreduce"), 50)
-
-    assert float((trainers[0].x - theirs[0].x).norm()) > 1e-3
 
 
 def test_the_ruler_meets_everybody_in_time() -> None:
@@ -273,7 +216,8 @@ def test_after_a_restart_groups_form_again() -> None:
     torch.testing.assert_close(mean_of(trainers), before, rtol=0, atol=1e-12)
 
 
-def test_groups_of_the_last_rounds_connect_everybody_with_a_straggler() -> None:
+def windows_apart(sync: SyncSpec, num: int, compute_s: ComputeTime) -> int:
+    """Windows of 16 rounds whose groups leave somebody unconnected."""
     seen: list[tuple[int, tuple[int, ...]]] = []
 
     class Remembers(GroupGenerator):
@@ -288,24 +232,21 @@ def test_groups_of_the_last_rounds_connect_everybody_with_a_straggler() -> None:
             return plain
 
     async def main() -> None:
-        fleet = Fleet(sync=PAIRS, assembly=Mine, **priced(8, uniform_time(8, "2:6x")))
+        fleet = Fleet(sync=sync, assembly=Mine, **priced(num, compute_s))
         await fleet.run_for(150)
 
     run_virtual(main())
-
+    apart = 0
     for start in range(seen[-1][0] - 16):
         window = [members for rnd, members in seen if start <= rnd < start + 16]
-        assert len({*components(range(8), window).values()}) == 1
+        apart += len({*components(range(num), window).values()}) > 1
+    return apart
 
 
-def test_all_stages_report_the_same_members() -> None:
-    fleet = run_fleet(
-        quadratics(4, num_shards=4, compute_s=uniform_time(4, "1:3x")), PAIRS, 12,
-        topology=slow_net(4, 4),
-    )  # fmt: skip
-
-    assert all(len({*replica.groups}) == 1 for replica in fleet.replicas.values())
-    assert all(len(replica.groups) == 4 for replica in fleet.replicas.values())
+def test_groups_of_the_last_rounds_connect_everybody_with_a_straggler() -> None:
+    assert windows_apart(PAIRS, 8, uniform_time(8, "2:6x")) == 0
+    # Without the guard too: divisions mix everybody. Its mutant is in test_generator, with cliques.
+    assert windows_apart(replace(PAIRS, isolation_rounds=0), 8, uniform_time(8, "2:6x")) == 0
 
 
 @pytest.mark.parametrize(
