@@ -23,8 +23,9 @@ from ray.util.scheduling_strategies import (
 )
 
 from ray_pipe.errors import ClusterError
-from ray_pipe.planner.placement import Node, Placement, move, place
+from ray_pipe.planner.placement import Node, Placement, move, place, spare_homes
 from ray_pipe.preflight import check_address
+from ray_pipe.spares import Spares
 
 NAMESPACE = "ray_pipe"
 INLINE_NBYTES = 4 << 20
@@ -141,13 +142,22 @@ class StageActors:
     """
 
     def __init__(
-        self, num_stages: int, *, label: str | None = None, placement: Placement | None = None
+        self,
+        num_stages: int,
+        *,
+        label: str | None = None,
+        placement: Placement | None = None,
+        spares: int = 0,
+        spare_after_s: float = 0.0,
     ) -> None:
-        """`label` names the actors on the dashboard: `ray_pipe/<label>/stage-0`."""
+        """`label` names the actors on the dashboard: `ray_pipe/<label>/stage-0`. Each node gets
+        `spares` warm spares, `spare_after_s` after the first call of `tend`."""
         self._label = f"{label or 'pipeline'}-{uuid.uuid4().hex[:4]}"
         self.placement = placement or place(num_stages, nodes())
         self.handles: list[Any] = []
         self._num_replaced = 0
+        self._num_spares = 0
+        self.spares = Spares(self._start_spare, per_node=spares, after_s=spare_after_s)
         self._group = self._reserve()
         try:
             self.handles = [
@@ -187,6 +197,23 @@ class StageActors:
         name = f"ray_pipe/{self._label}/stage-{index}{part}"
         return remote_stage(index, name=name, num_gpus=self.placement.num_gpus, strategy=strategy)
 
+    def _start_spare(self, node: Node) -> Any:
+        from stages.actor import SPARE
+        from stages.remote import remote_stage
+
+        self._num_spares += 1
+        name = f"ray_pipe/{self._label}/spare-{self._num_spares}"
+        home = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        return remote_stage(SPARE, name=name, num_gpus=self.placement.num_gpus, strategy=home)
+
+    def tend(self, warm_with: Any) -> None:
+        """Between two steps: start the spares that are missing, and return at once.
+
+        `warm_with` is the spec of any stage of the run.
+        """
+        if self.spares.is_due():
+            self.spares.tend(spare_homes(self.placement, nodes()), warm_with)
+
     def introduce(self) -> None:
         """Tell every actor who the others are; returns when all have heard it."""
         peers = dict(enumerate(self.handles))
@@ -200,23 +227,35 @@ class StageActors:
                 "and is ray_pipe installed on its nodes?"
             ) from error
 
-    def replace(self, stages: Collection[int], *, avoid: Collection[str] = ()) -> None:
+    def replace(self, stages: Collection[int], *, avoid: Collection[str] = ()) -> set[int]:
         """New actors for these stages, on their own node or where `placement.move` finds room.
 
         `avoid` holds ids of nodes that Ray may still take for alive. Call `introduce` next.
+        Returns the stages that a warm spare has taken over.
         """
+        warm = set()
+        for node_id in avoid:
+            self.spares.forget(node_id)
         self.placement = move(self.placement, stages, nodes(), avoid=avoid)
         for stage in sorted(stages):
             ray.kill(self.handles[stage])
+            spare = self.spares.take(self.placement.nodes[stage].id)
+            if spare is not None:
+                spare.become.remote(stage)
+                self.handles[stage] = spare
+                warm.add(stage)
+                continue
             self._num_replaced += 1
             home = NodeAffinitySchedulingStrategy(self.placement.nodes[stage].id, soft=False)
             part = f"-again-{self._num_replaced}"  # the old name may be held a little longer
             self.handles[stage] = self._start(stage, home, part=part)
+        return warm
 
     def __enter__(self) -> StageActors:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.spares.end()
         for handle in self.handles:
             handle.abort.remote("the run has ended")
         # Killed at once they would leave their black boxes behind.

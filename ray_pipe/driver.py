@@ -102,7 +102,13 @@ def run(
         try:
             with (
                 MetricsFile(path / "metrics.jsonl") as sink,
-                StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
+                StageActors(
+                    config.pipeline.stages,
+                    label=path.name,
+                    placement=placement,
+                    spares=config.faults.spares if config.faults.max_failures else 0,
+                    spare_after_s=config.faults.spare_after_s,
+                ) as actors,
                 watch(path.name, failures) as monitor,
             ):
                 for index, arm in enumerate(arms):

@@ -61,6 +61,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--out": ("out", "DIR"),
         "--address": ("address", "ADDRESS"),
         "--max-failures": ("faults.max_failures", "N"),
+        "--spares": ("faults.spares", "N"),
         "--dashboard": ("dashboard", ""),
     },
 }

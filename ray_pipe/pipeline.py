@@ -180,6 +180,7 @@ class Pipeline:
                 self._rescue(item, failed)
                 continue
             self.queue.popleft()
+            self.actors.tend(self.specs[0])
             records = [item.results[index] for index in sorted(item.results)]
             if not item.is_replay:
                 if item.plan.train:

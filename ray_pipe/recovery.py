@@ -10,12 +10,16 @@ step that every stage has, alive or in its box, is the last or the one before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["died", "hung", "timeout", "error"]
 Source = Literal["live", "box", "checkpoint", "fresh"]
+PHASES = ("hear_out", "process", "set_up", "ask", "restore")
+"""What a recovery consists of: everybody is stopped and heard out; a process for each stage that
+was lost, known to all; it becomes the stage; all tell what they have; all go back to one step."""
+
 FRESH = -1
 """The step before the first: every stage can be built anew."""
 
@@ -55,9 +59,16 @@ class Failure:
     recovery_s: float | None = None
     """From the failure being noticed until all stages were sent to work again."""
 
+    spares: tuple[int, ...] = ()
+    """Those of `replaced` that a warm spare took over."""
+
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the recovery by what they went to, see `PHASES`."""
+
     def as_dict(self) -> dict[str, Any]:
         """The entry of results.json."""
-        return {**asdict(self), "replaced": list(self.replaced)}
+        lists = {"replaced": list(self.replaced), "spares": list(self.spares)}
+        return {**asdict(self), **lists}
 
     def __str__(self) -> str:
         what = {
@@ -72,7 +83,8 @@ class Failure:
         new = ""
         if self.replaced:
             names = ", ".join(map(str, self.replaced))
-            new = f"; stage {names} has a new process with the state of its {_SOURCES[self.source]}"
+            what = "a warm spare" if set(self.replaced) == set(self.spares) else "a new process"
+            new = f"; stage {names} has {what} with the state of its {_SOURCES[self.source]}"
         where = "the beginning" if self.resumed_from == FRESH else f"step {self.resumed_from}"
         return f"{text}{new}; the run went on from {where} after {self.recovery_s or 0.0:.1f} s"
 

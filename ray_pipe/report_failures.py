@@ -14,6 +14,13 @@ WHAT = {
     "timeout": "waited in vain",
     "error": "error",
 }
+NAMES = {
+    "hear_out": "hearing all out",
+    "process": "process",
+    "set_up": "becoming the stage",
+    "ask": "asking all",
+    "restore": "going back",
+}
 FROM = {"box": "black box", "checkpoint": "checkpoint", "fresh": "the beginning"}
 
 
@@ -27,7 +34,7 @@ def failures_section(failures: Sequence[Mapping[str, Any]]) -> Markup:
             f"stage {failure['stage']}: {WHAT.get(failure['kind'], failure['kind'])}",
             str(failure["cause"]),
             _went_on(failure),
-            seconds(failure["recovery_s"]) if failure["recovery_s"] is not None else MISSING,
+            _took(failure),
         )
         for failure in failures
     ]
@@ -41,6 +48,16 @@ def failures_section(failures: Sequence[Mapping[str, Any]]) -> Markup:
         ),
         explain="Steps that were run again gave the same losses, to the bit; their bytes count.",
     )
+
+
+def _took(failure: Mapping[str, Any]) -> str:
+    """The time of a recovery, and what it went to if that can be seen."""
+    if failure["recovery_s"] is None:
+        return MISSING
+    phases = failure.get("phases", {})
+    shares = [f"{NAMES.get(name, name)} {seconds(spent)}" for name, spent in phases.items()]
+    whole = str(seconds(failure["recovery_s"]))
+    return f"{whole}: {', '.join(shares)}" if shares else whole
 
 
 def _went_on(failure: Mapping[str, Any]) -> str:

@@ -12,6 +12,8 @@ them. A failure during the rescue begins it anew, and counts.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +48,20 @@ class Rescue:
         self.step = item.plan.step
         self.errors = dict(errors)
         self.start = time.monotonic()
+        self.at_s = time.time() - pipeline.epoch_s
+        self.phases: dict[str, float] = {}
+        self.warm: set[int] = set()
 
     def recover(self) -> None:
         """Bring the pipeline back, or raise the error that ends the run."""
         pipeline = self.pipeline
         while True:
-            dead, hung = self._hear_out()
+            with self._timed("hear_out"):
+                dead, hung = self._hear_out()
             failure = name_failure(
                 self.errors, step=self.step, infos=pipeline.infos, hung=hung, arm=pipeline.arm.name
             )
-            failure = replace(failure, at_s=time.time() - pipeline.epoch_s)
+            failure = replace(failure, at_s=self.at_s)
             limit = pipeline.arm.config.faults.max_failures
             reason = verdict(failure, pipeline.failures, max_failures=limit)
             pipeline.failures.append(failure)
@@ -126,8 +132,10 @@ class Rescue:
             pipeline.deadlines.stretch()
         if lost:
             self._replace(lost)
-        statuses = self._statuses(lost)
-        decision = self._restore(statuses)
+        with self._timed("ask"):
+            statuses = self._statuses(lost)
+        with self._timed("restore"):
+            decision = self._restore(statuses)
         replayed = self._queue_again(decision.step)
         pipeline.attempt += 1
         troubles = [text for i in lost if (text := pipeline.infos[i]["box_trouble"])]
@@ -140,7 +148,18 @@ class Rescue:
             source=sorted(changed)[0],
             replayed_steps=replayed,
             recovery_s=time.monotonic() - self.start,
+            spares=tuple(sorted(self.warm & {*lost})),
+            phases=dict(self.phases),
         )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Count what is done inside towards a phase of the recovery."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - start
 
     def _replace(self, lost: tuple[int, ...]) -> None:
         """New actors; a node that cannot start one is avoided the second time."""
@@ -150,17 +169,19 @@ class Rescue:
             for index in lost
             if (error := self.errors.get(index)) is not None and lost_its_node(cause_of(error))
         }
-        actors.replace(lost, avoid=avoid)
-        try:
-            actors.introduce()
-        except ClusterError:
-            avoid |= {pipeline.infos[index]["node"] for index in lost}
-            actors.replace(lost, avoid=avoid)
-            actors.introduce()
-        infos = _get(pipeline.set_up(lost, reborn=True))
-        for index in lost:
-            pipeline.infos[index] = infos[index]
-        pipeline.check_infos(pipeline.infos)
+        with self._timed("process"):
+            self.warm = actors.replace(lost, avoid=avoid)
+            try:
+                actors.introduce()
+            except ClusterError:
+                avoid |= {pipeline.infos[index]["node"] for index in lost}
+                self.warm = actors.replace(lost, avoid=avoid)
+                actors.introduce()
+        with self._timed("set_up"):
+            infos = _get(pipeline.set_up(lost, reborn=True))
+            for index in lost:
+                pipeline.infos[index] = infos[index]
+            pipeline.check_infos(pipeline.infos)
 
     def _statuses(self, lost: tuple[int, ...]) -> list[Status]:
         """What every stage has; records that the driver has not seen are filled in."""

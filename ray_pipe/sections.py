@@ -294,6 +294,14 @@ class FaultsConfig:
     """Failures after which the run ends; 0: the first one ends it, -1: no limit. Each time the
     stages go back to the last step that all of them have, and repeat what came after."""
 
+    spares: int = option(1, low=0)
+    """Warm spares on each node that has stages: idle processes (about 0.3 GB of memory each, no
+    CPU) that take the place of a stage that dies in less than a second; 0: a new process is
+    started then, which takes seconds. None are started with max_failures 0."""
+
+    spare_after_s: float = option(10.0, low=0.0, below=math.inf, unit="duration")
+    """Spares are started once training has lasted so long: a short run does without."""
+
     black_box: str = "auto"
     """Folder on each node where a stage keeps its last two steps outside its process, off, or
     auto: /dev/shm if it has room, else the folder for temporary files."""

@@ -21,6 +21,7 @@ import ray
 import torch
 
 from compressors import kernels
+from compressors.registry import sizing_codec
 from netsim.loop_thread import LoopThread
 from stages.assembly import assemble
 from stages.black_box import BlackBox, BoxError
@@ -33,6 +34,7 @@ from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane, Unrecorded
 from stages.measure import measure_stage
 from stages.mishap import Mishaps, faulty_links
+from stages.optim import make_optimizer
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
@@ -42,6 +44,9 @@ from stages.storage import Folder
 from stages.wiring import Lanes
 
 T = TypeVar("T")
+
+SPARE = -1
+"""The index of an actor that is no stage yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,26 @@ class StageActor:
         self._courier = Courier(index, self.abort)
 
     def __repr__(self) -> str:
-        return f"PipelineStage(stage={self.index})"
+        return f"PipelineStage({'spare' if self.index == SPARE else f'stage={self.index}'})"
+
+    def warm_up(self, spec: StageSpec) -> int:
+        """Load what a stage needs, so that `setup` finds it; returns the process id.
+
+        Reading `spec`, of any stage of the run, has loaded the modules of its model already.
+        """
+        # Torch's first optimizer loads torch's compiler: a second of CPU.
+        weight = torch.nn.Parameter(torch.zeros(1, device=self._device))
+        make_optimizer(spec.optim, [weight])
+        torch.autograd.backward(weight.sum())
+        for codec in (spec.activation_codec, spec.gradient_codec):
+            sizing_codec(codec)
+        kernels.core()
+        source_digest()
+        return os.getpid()
+
+    def become(self, index: int) -> None:
+        """A spare takes the place of a stage."""
+        self.index = self._courier.source = index
 
     def connect(self, peers: dict[int, Any]) -> None:
         """Learn the actors of the other stages."""

@@ -24,7 +24,7 @@ class Courier:
     """
 
     def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
-        self._source = source
+        self.source = source
         self._on_error = on_error
         self._frames: SimpleQueue[tuple[Any, int, int, bytes]] = SimpleQueue()
         Thread(target=self._main, name="courier", daemon=True).start()
@@ -40,7 +40,7 @@ class Courier:
             if len(frame) > VIEW_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
             try:
-                peer.deliver.remote(self._source, generation, payload)
+                peer.deliver.remote(self.source, generation, payload)
             except Exception as error:  # whatever it is, the thread must live and the stage hear
                 self._on_error(f"pushing to stage {target} failed: {error!r}")
             del peer, frame, payload  # an idle courier must not keep a frame alive

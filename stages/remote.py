@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from stages.actor import StageActor
+from stages.actor import SPARE, StageActor
 
 CONCURRENCY = {"net": 1, "control": 1, "save": 1, "carry": 32}
 GROUPS = {
@@ -25,9 +25,9 @@ ONE_WAY = ("deliver",)
 
 
 def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPREAD") -> Any:
-    """Start a stage actor where `strategy` says. State would be lost by a restart, so Ray must not
-    restart it."""
-    cls: Any = type("PipelineStage", (StageActor,), {})
+    """Start a stage actor, or a `SPARE`, where `strategy` says. State would be lost by a restart,
+    so Ray must not restart it."""
+    cls: Any = type("SpareStage" if index == SPARE else "PipelineStage", (StageActor,), {})
     for method, group in GROUPS.items():
         options: dict[str, Any] = {"concurrency_group": group}
         if method in ONE_WAY:

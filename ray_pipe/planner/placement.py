@@ -139,6 +139,21 @@ def move(
     return replace(placement, nodes=tuple(homes[stage] for stage in range(len(placement.nodes))))
 
 
+def spare_homes(placement: Placement, nodes: Sequence[Node]) -> list[Node]:
+    """Nodes where a warm spare makes sense: those that have stages, whose black boxes lie there,
+    and the free one that `move` would go to if one of them were lost. With GPUs only nodes that
+    have one left, because a spare holds its own."""
+    alive = sorted(nodes, key=by_address)
+    used = [node.id for node in placement.nodes]
+    able = [
+        node
+        for node in alive
+        if (node.num_gpus >= used.count(node.id) + 1 if placement.num_gpus else True)
+    ]
+    free = [node for node in able if node.id not in used and (placement.num_gpus or node.num_cpus)]
+    return [node for node in able if node.id in used] + free[:1]
+
+
 def _in_runs(num_stages: int, nodes: Sequence[Node], *, on_gpus: bool) -> list[Node]:
     """Runs of neighbouring stages, as even as the nodes' GPUs allow."""
     counts = [0] * len(nodes)

@@ -20,6 +20,7 @@ from killing import FATAL, STAGES, Ended, kinds_of, make_arm, note, points_of, s
 from ray_pipe.cluster import StageActors
 from ray_pipe.errors import StageDied, TrainingError
 from ray_pipe.pipeline import Pipeline
+from ray_pipe.recovery import PHASES
 from stages.mishap import LinkFault, Mishap
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -32,7 +33,7 @@ class Pool:
     """Actors that outlive a case, and the unbroken run of each arm."""
 
     def __init__(self) -> None:
-        self.actors = StageActors(STAGES)
+        self.actors = StageActors(STAGES, spares=1)
         self._plain: dict[Any, Ended] = {}
 
     def right(self, **arm: Any) -> Ended:
@@ -43,6 +44,8 @@ class Pool:
 
     def check(self, name: str, *, transport: str = "push", arm: Any = None, **faults: Any) -> Ended:
         arm = arm or {}
+        self.right(**arm)
+        assert self.actors.spares.wait(60.0)
         ended = train(self.actors, make_arm(**arm), transport=transport, **faults)
         if RESULTS:
             note(Path(RESULTS), name, ended)
@@ -81,6 +84,8 @@ def kill_and_check(pool: Pool, schedule: str, stage: int, point: str) -> None:
 
     (failure,) = ended.failures
     assert (failure.kind, failure.stage, failure.replaced) == ("died", stage, (stage,))
+    assert failure.spares == (stage,)
+    assert set(failure.phases) == {*PHASES}
     assert failure.source == "box"
     assert failure.resumed_from in (FATAL - 2, FATAL - 1, FATAL)
 

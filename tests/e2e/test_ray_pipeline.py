@@ -87,7 +87,7 @@ def actors(cluster: None) -> Iterator[StageActors]:
 
 
 def first(actors: StageActors, count: int) -> Any:
-    return SimpleNamespace(handles=actors.handles[:count])
+    return SimpleNamespace(handles=actors.handles[:count], tend=lambda spec: None)
 
 
 def losses_of(pipeline: Pipeline) -> list[float]:

@@ -31,6 +31,7 @@ SPEAK_RAY = {
     "ray_pipe.machine",
     "ray_pipe.pipeline",
     "ray_pipe.rescue",
+    "ray_pipe.spares",
     "ray_pipe.preflight",
     "ray_pipe.monitoring.exporter",
     "ray_pipe.monitoring.job_view",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_pipe.errors import ClusterError
-from ray_pipe.planner.placement import Node, Placement, move, place
+from ray_pipe.planner.placement import Node, Placement, move, place, spare_homes
 
 
 def make(
@@ -152,3 +152,29 @@ def test_runs_are_contiguous_even_and_within_the_gpus(
     assert max(counts) - min(counts) <= 1
     if placement.num_gpus:
         assert max(counts) <= gpus
+
+
+def test_spares_are_where_the_black_boxes_are_and_where_a_lost_stage_would_go() -> None:
+    nodes = make(6)
+    placement = place(3, nodes)
+
+    homes = spare_homes(placement, nodes)
+
+    assert [node.ip for node in homes] == ["10.0.0.11", "10.0.0.12", "10.0.0.13", "10.0.0.10"]
+    assert move(placement, [1], [n for n in nodes if n.id != "n2"]).nodes[1] in homes
+
+
+def test_no_spare_is_kept_for_a_node_that_is_gone_or_keeps_off() -> None:
+    nodes = make(3)
+    keeps_off = Node(id="off", ip="10.0.0.99", num_cpus=0.0)
+
+    assert spare_homes(place(3, nodes), nodes[1:]) == nodes[1:]
+    assert spare_homes(place(3, nodes), [*nodes, keeps_off]) == nodes
+
+
+def test_with_gpus_a_spare_needs_one_that_is_left() -> None:
+    nodes = make(2, gpus=1.0, head=False)
+    roomy = Node(id="big", ip="10.0.0.50", num_gpus=3.0)
+
+    assert spare_homes(place(2, nodes), nodes) == []
+    assert spare_homes(place(2, nodes), [*nodes, roomy]) == [roomy]

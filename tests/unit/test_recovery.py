@@ -113,6 +113,8 @@ def test_a_failure_tells_its_story_in_one_sentence() -> None:
         "stage 1 died in step 7: killed; stage 1 has a new process with the state of its black "
         "box; the run went on from step 6 after 2.3 s"
     )
+    assert "; stage 1 has a warm spare with the" in str(replace(failure, spares=(1,)))
+    assert "; stage 1, 2 has a new process" in str(replace(failure, replaced=(1, 2), spares=(1,)))
     assert str(replace(failure, kind="timeout", replaced=(), resumed_from=-1)) == (
         "stage 1 waited in vain in step 7: killed; the run went on from the beginning after 2.3 s"
     )

@@ -178,6 +178,7 @@ DEFAULTS = {
     "--precision": "fp32",
     "--out": "runs",
     "--max-failures": "3",
+    "--spares": "1",
 }
 
 
