@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from stages.embedding.row_answers import Snapshot
 from stages.embedding.row_arrays import Array, check
 from stages.embedding.row_errors import RowStoreError, StoreFullError
 from stages.embedding.row_records import Records
 from stages.embedding.row_store import RowStore
-from stages.embedding.row_table import RowTable, Snapshot
+from stages.embedding.row_table import RowTable
 
 Name = tuple[int, int]
 """A record on disk: key and stamp."""

@@ -18,10 +18,11 @@ import weakref
 from typing import Any, NoReturn
 
 from stages.embedding import row_rules as rules
+from stages.embedding.row_answers import Snapshot
 from stages.embedding.row_arrays import Array, nbytes_of
 from stages.embedding.row_core import core as choose_core
 from stages.embedding.row_errors import StoreForkedError
-from stages.embedding.row_table import RowTable, Snapshot
+from stages.embedding.row_table import RowTable
 from stages.embedding.row_transaction import Transaction
 
 __all__ = ["RowStore", "RowTable", "Snapshot"]

@@ -8,19 +8,16 @@ it cannot have it reports as 0 (resumes, probes, pauses).
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stages.embedding.row_twin_rows import F32, Row, Shape, mix
+from stages.embedding.row_twin_rows import F32, Row, Shape
+from stages.embedding.row_twin_versions import INDEX_BYTES, Versions, on_disk
 
 OK, CONFLICT, FULL, PENDING, NONFINITE = range(5)
 ABSENT, PRESENT, SPILLED = range(3)
-BLIND = (1 << 64) - 1
-INDEX_BYTES = 12
 Keys = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Stamps = npt.NDArray[np.uint64]
@@ -107,84 +104,14 @@ class RowSnapshot:
             self.closed = True
 
 
-class RowTable:
-    """Rows by key, each a list of (stamp, row or None), oldest first."""
+class RowTable(Versions):
+    """The native table's entry points."""
 
-    def __init__(
-        self, store: RowStore, shape: Shape, max_rows: int, lru: bool, spill: bool
-    ) -> None:
-        self.store, self.shape = store, shape
-        self.max_rows, self.lru, self.spill = max_rows, lru, spill
-        self.versions: dict[int, list[tuple[int, Row | None]]] = {}
-        self.recency: OrderedDict[int, None] = OrderedDict()
-        self.nbytes = self.rows = self.alive_chunks = self.spilled_rows = 0
-        self.steps = self.epoch = 0
-        self._salt = shape.salt
+    store: RowStore
 
     @property
     def record_bytes(self) -> int:
         return self.shape.record_bytes
-
-    # --- versions ---------------------------------------------------------------------------------
-
-    def hash(self, key: int) -> int:
-        return mix((key + self._salt) & BLIND)
-
-    def at(self, key: int, snapshot: RowSnapshot | None = None) -> Row | None:
-        if snapshot is not None and snapshot.closed:
-            raise RuntimeError("the snapshot is closed; take a new one")
-        for stamp, row in reversed(self.versions.get(key, ())):
-            if snapshot is None or stamp <= snapshot.stamp:
-                return row
-        return None
-
-    def _cost(self, row: Row | None) -> int:
-        if row is None:
-            return 0
-        alive = 32 if row.disk_stamp is not None else self.shape.cell_bytes(row.alive.bit_count())
-        return alive + INDEX_BYTES
-
-    def fits(self, writes: dict[int, Row | None]) -> bool:
-        more = sum(self._cost(row) - self._cost(self.at(key)) for key, row in writes.items())
-        return more <= 0 or self.store.used_bytes() + more <= self.store.capacity
-
-    def commit(self, writes: dict[int, Row | None]) -> int:
-        """Installs all of them under one stamp."""
-        store = self.store
-        if not writes:
-            return store.visible
-        store.visible += 1
-        store.counters["commits"] += 1
-        for key, row in writes.items():
-            old = self.at(key)
-            self.nbytes += self._cost(row) - self._cost(old)
-            self.rows += (row is not None) - (old is not None)
-            self.spilled_rows += _on_disk(row) - _on_disk(old)
-            self.alive_chunks += _chunks(row) - _chunks(old)
-            if row is None or row.disk_stamp is not None:
-                self.recency.pop(key, None)
-            if row is not None:
-                row.stamp = store.visible
-            line = self.versions.setdefault(key, [])
-            line.append((store.visible, row))
-            keep = store.horizon()
-            while len(line) > 1 and line[1][0] <= keep:
-                line.pop(0)
-            if len(line) == 1 and row is None:
-                del self.versions[key]
-        return store.visible
-
-    def touch(self, key: int) -> None:
-        if self.lru:
-            self.recency[key] = None
-            self.recency.move_to_end(key)
-
-    def in_order(self, snapshot: RowSnapshot | None = None) -> Iterator[tuple[int, int, Row]]:
-        """(hash, key, row) in order of hashes."""
-        for hashed, key in sorted((self.hash(key), key) for key in self.versions):
-            row = self.at(key, snapshot)
-            if row is not None:
-                yield hashed, key, row
 
     # --- arrays -----------------------------------------------------------------------------------
 
@@ -259,7 +186,7 @@ class RowTable:
             step = self.shape.numbers(lr, self.steps)
             for i, key in enumerate(keys.tolist()):
                 row = self.at(key)
-                seen[i] = ABSENT if row is None else SPILLED if _on_disk(row) else PRESENT
+                seen[i] = ABSENT if row is None else SPILLED if on_disk(row) else PRESENT
                 if row is not None and seen[i] == PRESENT:
                     count = np.float32(1) if counts is None else counts[i]
                     self.commit(
@@ -373,7 +300,7 @@ class RowTable:
         with self.store.lock:
             for i, key in enumerate(keys.tolist()):
                 row = self.at(key)
-                alive[i] = 0 if row is None or _on_disk(row) else row.alive
+                alive[i] = 0 if row is None or on_disk(row) else row.alive
 
     def initial(self, keys: Keys, out: F32, /) -> None:
         for i, key in enumerate(keys.tolist()):
@@ -387,7 +314,7 @@ class RowTable:
             rows = [(key, row) for _, key, row in self.in_order()]
             ranked: dict[int, list[int]] = {}  # utility -> [gone, living]
             for _, row in rows:
-                if not _on_disk(row):
+                if not on_disk(row):
                     for c, u in enumerate(self.shape.current(row, self.epoch).tolist()):
                         ranked.setdefault(u, [0, 0])[row.alive >> c & 1] += 1
             above, cut, keep = 0, -1, [0, 0]
@@ -399,7 +326,7 @@ class RowTable:
                 above += sum(ranked[u])
             pruned = regrown = dropped = 0
             for key, row in rows:
-                if _on_disk(row):
+                if on_disk(row):
                     continue
                 current = self.shape.current(row, self.epoch).tolist()
                 alive = 0
@@ -441,14 +368,3 @@ class RowTable:
         from stages.embedding.row_twin_procedures import run_procedure
 
         run_procedure(self, name, offsets, keys, *rest)
-
-
-Procedure = Callable[..., int]
-
-
-def _on_disk(row: Row | None) -> bool:
-    return row is not None and row.disk_stamp is not None
-
-
-def _chunks(row: Row | None) -> int:
-    return 0 if row is None else row.alive.bit_count()

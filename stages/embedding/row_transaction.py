@@ -7,9 +7,10 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from stages.embedding.row_answers import Snapshot, Status
 from stages.embedding.row_arrays import check
 from stages.embedding.row_errors import ConflictError, RowsOnDiskError
-from stages.embedding.row_table import RowTable, Snapshot, Status
+from stages.embedding.row_table import RowTable
 
 Row = npt.NDArray[np.float32]
 READ, PUT, DELETE = range(3)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from stages.embedding.row_store_twin import (
-    BLIND,
     CONFLICT,
     FULL,
     NONFINITE,
@@ -18,6 +17,7 @@ from stages.embedding.row_store_twin import (
     RowTable,
 )
 from stages.embedding.row_twin_rows import F32, Row
+from stages.embedding.row_twin_versions import BLIND
 
 
 @dataclass(slots=True)

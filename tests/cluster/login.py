@@ -15,7 +15,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tests.cluster.rig import CACHE, UID, USER, Host, Rig
+from tests.cluster.host import Host
+from tests.cluster.rig import CACHE, UID, USER, Rig
 
 SSHD_OPTIONS = {
     "UsePAM": "no",

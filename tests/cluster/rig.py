@@ -19,28 +19,23 @@ import contextlib
 import itertools
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from tests.cluster.host import REPOSITORY, Host, RigError, do
 from tests.cluster.packages import ssh_layer
+from tests.cluster.rig_remains import RIGS, START_TIMEOUT_S, destroy, sweep
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / "build" / "rig"
-RIGS = Path(tempfile.gettempdir()) / "ray_pipe_rig"
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount", "setpriv")
 NETWORK = "10.99.0"
 FIRST_ADDRESS = 10
 BURST = "5kb"  # frames below the burst pass unshaped, so it must be small
-START_TIMEOUT_S = 30.0
 START_ATTEMPTS = 3
 USER, UID = "ray", 1234
 GCS_PORT = 6379
@@ -48,10 +43,6 @@ RAY_SYSTEM_CONFIG = {"max_direct_call_object_size": 4 << 20}  # decision 5
 _numbers = itertools.count()
 GOODPUT = 1448 / 1514
 """What TCP carries of a rate: payload over frame."""
-
-
-class RigError(RuntimeError):
-    """The rig could not do what was asked, with the command's own words."""
 
 
 def why_not() -> str | None:
@@ -71,71 +62,6 @@ def why_not() -> str | None:
     if tried.returncode:
         return f"this machine refuses namespaces or tc: {tried.stderr.strip()}"
     return None
-
-
-@dataclass(kw_only=True)
-class Host:
-    """One machine of the rig."""
-
-    name: str
-    ip: str
-    folder: Path
-    python: str
-    pid: int = 0
-    """Its process 1, as the machine sees it; 0 when it is down."""
-
-    env: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def home(self) -> Path:
-        return self.folder / "home"
-
-    def command(
-        self, words: Sequence[str], *, env: Mapping[str, str] | None = None, user: str | None = None
-    ) -> list[str]:
-        """The command that runs `words` on this host. `user` logs in; else it is root."""
-        if not self.pid:
-            raise RigError(f"{self.name} is down")
-        enter = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p"]
-        if user is not None:
-            shell = ["runuser", "-u", user, "--", "bash", "-lc"]
-            pairs = [f"{key}={value}" for key, value in (env or {}).items()]
-            inner = f"source ~/.bashrc; cd {REPOSITORY}; {shlex.join(['env', *pairs, *words])}"
-            # no -i: an interactive shell would want the terminal
-            first = [f"HOME={self.home}", "PATH=/usr/bin:/bin:/usr/sbin:/sbin"]
-            return [*enter, "env", "-i", *first, *shell, inner]
-        pairs = [f"{key}={value}" for key, value in {**self.env, **(env or {})}.items()]
-        return [*enter, "env", "-i", "-C", str(REPOSITORY), *pairs, *words]
-
-    def run(
-        self,
-        words: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        timeout_s: float = 120.0,
-        check: bool = True,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command here and wait; what it said is in the error if it fails."""
-        done = subprocess.run(
-            self.command(words, env=env, user=user),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-        )
-        if check and done.returncode:
-            raise RigError(
-                f"{self.name}: {shlex.join(words)} ended with {done.returncode}\n"
-                f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-            )
-        return done
-
-    def popen(self, words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command here; whoever starts it waits for it, or takes the host down."""
-        env, user = options.pop("env", None), options.pop("user", None)
-        options = {"stdin": subprocess.DEVNULL, "text": True} | options
-        return subprocess.Popen(self.command(words, env=env, user=user), **options)
 
 
 class Rig:
@@ -279,16 +205,16 @@ class Rig:
         veth = ["type", "veth", "peer", "name", "eth0", "netns", f"{host.pid}"]
         self._on_bridge("ip", "link", "add", port, *veth)
         self._on_bridge("ip", "link", "set", port, "master", "br0", "up")
-        _do(*inside, "ip", "link", "set", "lo", "up")
-        _do(*inside, "ip", "address", "add", f"{host.ip}/24", "dev", "eth0")
-        _do(*inside, "ip", "link", "set", "eth0", "up")
-        _do(*inside, "ip", "route", "add", "default", "via", f"{NETWORK}.1")
+        do(*inside, "ip", "link", "set", "lo", "up")
+        do(*inside, "ip", "address", "add", f"{host.ip}/24", "dev", "eth0")
+        do(*inside, "ip", "link", "set", "eth0", "up")
+        do(*inside, "ip", "route", "add", "default", "via", f"{NETWORK}.1")
         # Hosts may have BBR as their default. It remembers the rate of minutes ago, so a link that
         # was just made slower would drop half of what it sends; the others learn from losses.
         for name in ("cubic", "reno"):  # a namespace may not be allowed the first
             file = "/proc/sys/net/ipv4/tcp_congestion_control"
             with contextlib.suppress(RigError):
-                _do(*inside, "sh", "-c", f"echo {name} > {file}")
+                do(*inside, "sh", "-c", f"echo {name} > {file}")
                 break
         if host is not self.laptop:
             self._shape(host, self.rate_bps)
@@ -309,7 +235,7 @@ class Rig:
                 subprocess.run([*words, "del", "dev", device, "root"], capture_output=True)
             else:
                 limit = ["tbf", "rate", f"{round(rate_bps)}bit", "burst", BURST, "latency", "200ms"]
-                _do(*words, "replace", "dev", device, "root", *limit)
+                do(*words, "replace", "dev", device, "root", *limit)
 
     def kill_host(self, index: int) -> None:
         """The power goes: the cable is dead first, so nobody is told, then every process."""
@@ -341,7 +267,7 @@ class Rig:
         self._on_bridge("ip", "link", "set", f"v-{self.hosts[index].name}", state)
 
     def _on_bridge(self, *words: str) -> None:
-        _do("nsenter", "-t", f"{self._bridge_pid}", "-n", *words)
+        do("nsenter", "-t", f"{self._bridge_pid}", "-n", *words)
 
     # --- Ray -----------------------------------------------------------------------------------
 
@@ -391,51 +317,10 @@ signal.pause()
 """
 
 
-def _do(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise RigError(f"{shlex.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
-
-
 def write_book(rig: Rig) -> None:
     """Leave beside the hosts what the command line needs to find them."""
     book = {host.name: {"ip": host.ip, "env": host.env} for host in rig.everyone}
     (rig.folder / "book.json").write_text(json.dumps(book, indent=1), encoding="utf-8")
-
-
-def sweep() -> None:
-    """Remove rigs whose owner ended without doing so."""
-    for folder in RIGS.glob("*") if RIGS.is_dir() else ():
-        try:
-            owner = int((folder / "owner").read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        if owner and not Path(f"/proc/{owner}").exists():
-            destroy(folder)
-
-
-def destroy(folder: Path) -> None:
-    """End the processes that a rig recorded, and its files. Anything else is left alone."""
-    for record in sorted(folder.glob("*/pid")):
-        pid = int(record.read_text(encoding="ascii"))
-        if is_ours(pid, record.parent):
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    for record in sorted(folder.glob("*/pid")):
-        while is_ours(int(record.read_text(encoding="ascii")), record.parent):
-            if time.monotonic() > deadline:
-                raise RigError(f"{record.parent.name} of {folder.name} does not end")
-            time.sleep(0.02)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_ours(pid: int, folder: Path) -> bool:
-    """Whether the process is still the one that was recorded, not another with its number."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return os.fsencode(folder) in words
 
 
 if __name__ == "__main__":

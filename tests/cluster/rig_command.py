@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from netsim.units import parse_bandwidth
-from tests.cluster.rig import RIGS, Host, Rig, destroy, sweep
+from tests.cluster.host import Host
+from tests.cluster.rig import Rig
+from tests.cluster.rig_remains import RIGS, destroy, sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:

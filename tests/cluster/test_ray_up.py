@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster.host import REPOSITORY
 from tests.cluster.login import USER, open_doors, ray_command
 from tests.cluster.packages import NoPackages, ssh_layer
-from tests.cluster.rig import CACHE, REPOSITORY, Rig
+from tests.cluster.rig import CACHE, Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

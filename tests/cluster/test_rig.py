@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import GOODPUT, REPOSITORY, RIGS, Rig, RigError, sweep
+from tests.cluster.host import REPOSITORY, RigError
+from tests.cluster.rig import GOODPUT, Rig
+from tests.cluster.rig_remains import RIGS, sweep
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

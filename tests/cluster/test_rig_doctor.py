@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from netsim.topology import Topology
-from tests.cluster.rig import GOODPUT, Host, Rig
+from tests.cluster.host import Host
+from tests.cluster.rig import GOODPUT, Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 NUM_HOSTS = 3

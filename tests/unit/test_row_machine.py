@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from stages.embedding.row_answers import Snapshot
 from stages.embedding.row_errors import RowStoreError
 from stages.embedding.row_rules import RowAdagrad, Uniform
 from stages.embedding.row_store import RowStore, RowTable
-from stages.embedding.row_table import Snapshot
 
 DIM, CHUNKS, MAX_ROWS = 8, 4, 24
 keys_of = st.lists(st.integers(-3, 40), min_size=1, max_size=12).map(

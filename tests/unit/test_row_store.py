@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from stages.embedding import row_core, row_store_twin, row_twin_rows
+from stages.embedding.row_answers import Status
 from stages.embedding.row_errors import (
     ConflictError,
     NonFiniteGradientError,
@@ -22,7 +23,6 @@ from stages.embedding.row_errors import (
 )
 from stages.embedding.row_rules import Adagrad, Adam, Constant, Normal, RowAdagrad, Sgd, Uniform
 from stages.embedding.row_store import RowStore, RowTable
-from stages.embedding.row_table import Status
 
 CORES = ["native", "twin"]
 both = pytest.mark.parametrize("core", CORES)
