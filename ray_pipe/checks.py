@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_pipe.codec_names import has_memory
+from ray_pipe.ctr_section import check_ctr
 from ray_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     """All checks that need neither torch nor the corpus."""
+    if config.task == "ctr":
+        return check_ctr(config)
     check_stages(config, num_blocks=num_blocks)
     check_topology(config)
     check_data_source(config.data.source)

@@ -155,6 +155,9 @@ class StageActors:
         self._label = f"{label or 'pipeline'}-{uuid.uuid4().hex[:4]}"
         self.placement = placement or place(num_stages, nodes())
         self.handles: list[Any] = []
+        self.guests: dict[int, Any] = {}
+        """Actors beside the stages that talk to stage 0, by their node in the topology."""
+
         self._num_replaced = 0
         self._num_spares = 0
         self.spares = Spares(self._start_spare, per_node=spares, after_s=spare_after_s)
@@ -216,8 +219,9 @@ class StageActors:
 
     def introduce(self) -> None:
         """Tell every actor who the others are; returns when all have heard it."""
-        peers = dict(enumerate(self.handles))
+        peers = dict(enumerate(self.handles)) | self.guests
         calls = [handle.connect.remote(peers) for handle in self.handles]
+        calls += [guest.connect.remote(self.handles[0]) for guest in self.guests.values()]
         try:
             ray.get(calls, timeout=START_TIMEOUT_S)
         except RayError as error:

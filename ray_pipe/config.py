@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ray_pipe import checks, settings_file
 from ray_pipe.checks import check_corpus, check_memory, check_memory_cap, check_repeat_visits
 from ray_pipe.codec_names import canonical_codec
+from ray_pipe.ctr_section import CTR_DEFAULTS, EmbeddingConfig, check_task
 from ray_pipe.errors import ConfigError
 from ray_pipe.options import check_section, option, plain
 from ray_pipe.sections import (
@@ -36,6 +37,7 @@ __all__ = [
     "CodecConfig",
     "ConfigError",
     "DataConfig",
+    "EmbeddingConfig",
     "FaultsConfig",
     "ModelConfig",
     "NetworkConfig",
@@ -58,6 +60,9 @@ class RunConfig:
 
     name: str = ""
     """Name of the run and of its folder; empty: made from the codec, the bandwidth and the time."""
+
+    task: Literal["text", "ctr"] = "text"
+    """text trains a language model; ctr a click model whose embedding rows live on shards."""
 
     out: str = "runs"
     """Folder that gets the run's folder."""
@@ -96,6 +101,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
 
     name_is_generated: bool = field(default=False, init=False, repr=False, compare=False)
     links_are_given: bool = field(default=False, init=False, repr=False, compare=False)
@@ -106,6 +112,7 @@ class RunConfig:
         check_section(self, prefix="")
         names = tuple(canonical_codec(name, source="compare") for name in self.compare)
         object.__setattr__(self, "compare", names)
+        check_task(self)
         checks.check_arms(self)
         rate_bps = NetworkConfig().bandwidth_bps
         given = self.network.topology is not None or self.network.bandwidth_bps != rate_bps
@@ -170,6 +177,8 @@ class RunConfig:
     def from_layers(cls, layers: Iterable[tuple[settings_file.Labels, Mapping[str, Any]]]) -> Self:
         """Lay several sources of settings over the defaults, later over earlier."""
         merged = settings_file.merge_layers(cls, layers)
+        if merged.get("task") == "ctr":
+            merged = settings_file.under(CTR_DEFAULTS, merged)
         config = cls(**settings_file.build_sections(cls, merged))
         if "network.bandwidth_bps" in merged:  # the default's own value counts too, if it is said
             object.__setattr__(config, "links_are_given", True)
@@ -189,6 +198,11 @@ class RunConfig:
 def _make_name(config: RunConfig) -> str:
     from netsim.units import show_bandwidth
 
+    if config.task == "ctr":
+        arms = f"ctr-{config.embedding.staleness}"
+        rate = "topology" if config.network.topology else None
+        shown = rate or show_bandwidth(config.network.bandwidth_bps)
+        return f"{arms}-{shown.replace(' ', '').replace('/', '')}-{datetime.now():%m%d-%H%M%S}"
     arms = "compare" if len(config.compare) > 1 else (config.compare or (config.codec.name,))[0]
     rate = "topology" if config.network.topology else show_bandwidth(config.network.bandwidth_bps)
     return f"{arms}-{rate.replace(' ', '').replace('/', '')}-{datetime.now():%m%d-%H%M%S}"

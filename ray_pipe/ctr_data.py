@@ -139,6 +139,19 @@ class CtrSamples:
             labels=torch.from_numpy(self.labels[places]),
         )
 
+    def first(self, count: int) -> CtrSamples:
+        """The first `count` samples as a set of their own."""
+        ends = [int(own[count]) for own in self._offsets]
+        return CtrSamples(
+            dense=self.dense[:count],
+            ids=[own[:end] for own, end in zip(self._ids, ends, strict=True)],
+            offsets=[own[: count + 1] for own in self._offsets],
+            labels=self.labels[:count],
+            features=self.features,
+            dense_names=self.dense_names,
+            times=None if self.times is None else self.times[:count],
+        )
+
     def with_dense(self, dense: NDArray[Any]) -> CtrSamples:
         """The same ids, labels and times with other dense values."""
         return CtrSamples(

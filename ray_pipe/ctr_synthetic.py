@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ray_pipe.ctr_data import Bags, CtrBatch, Feature, Ints
+from ray_pipe.ctr_data import Bags, CtrBatch, CtrSamples, Feature, Ints
 from ray_pipe.ctr_ids import mixed, salt_of, uniform
 from ray_pipe.ctr_metrics import auc, expected_best_auc
 from ray_pipe.errors import DataError
@@ -88,6 +88,18 @@ class SyntheticCtr:
                 for feature, ranks in enumerate(self._ranks(places))
             ),
             labels=torch.from_numpy(self._labels(places).astype(np.float32)),
+        )
+
+    def collected(self) -> CtrSamples:
+        """All samples in memory, where they are read many times."""
+        whole = self.batch(np.arange(len(self)))
+        return CtrSamples(
+            dense=whole.dense.numpy(),
+            ids=[bags.ids.numpy() for bags in whole.bags],
+            offsets=[bags.offsets.numpy() for bags in whole.bags],
+            labels=whole.labels.numpy(),
+            features=self.features,
+            dense_names=self.dense_names,
         )
 
     def logits(self, sample_ids: Sequence[int] | Ints) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ activations by it. Ids travel to the stages, tokens do not; the first and last s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pydoc_data.topics
 from collections.abc import Sequence
@@ -193,6 +194,12 @@ def _read_utf8(path: Path, *, skip_binary: bool) -> bytes | None:
     return raw
 
 
+@functools.lru_cache(maxsize=2)
+def _shuffled(seed: int, epoch: int, num_samples: int) -> np.ndarray[Any, Any]:
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    return generator.permutation(num_samples)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """Which samples each step visits: a pure function of (seed, step), so it resumes anywhere."""
@@ -213,8 +220,7 @@ class Order:
     def at(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Sample ids of each micro-batch of a step; the last batch of an epoch may be smaller."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        shuffled = generator.permutation(self.num_samples)
+        shuffled = _shuffled(self.seed, epoch, self.num_samples)
         ids = shuffled[place * self.batch_size : (place + 1) * self.batch_size]
         size = self.micro_batch_size
         return tuple(

@@ -67,6 +67,10 @@ def run(
 
     Raises a `RayPipeError` with the reason. Stopped or failed, it still writes what it has.
     """
+    if config.task == "ctr":
+        from ray_pipe import ctr_run  # it uses what is here
+
+        return ctr_run.run(config, observer)
     plan = _plan_of(config, workload)
     observer.on_start(plan)
     observer.on_phase("reading the data")

@@ -19,6 +19,7 @@ from ray_pipe.settings_file import BATCH_SIZE, Labels, parse_settings, read_sett
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "what is trained": {
+        "--task": ("task", "NAME"),
         "--model": ("model.name", "NAME"),
         "--data": ("data.source", "FILE|DIR|pydoc"),
         "--epochs": ("epochs", "N"),
@@ -32,6 +33,15 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--codec": ("codec.name", "NAME"),
         "--fw-bits": ("codec.fw_bits", "N"),
         "--bw-bits": ("codec.bw_bits", "N"),
+    },
+    "click models (--task ctr)": {
+        "--staleness": ("embedding.staleness", "0|N|auto"),
+        "--shards": ("embedding.shards", "N"),
+        "--wire": ("embedding.wire", "NAME"),
+        "--prune": ("embedding.prune", "RATIO"),
+        "--capacity": ("embedding.capacity", "SIZE"),
+        "--spill": ("embedding.spill", "DIR"),
+        "--columns": ("embedding.columns", "SPEC"),
     },
     "links": {
         "--bandwidth": ("network.bandwidth", "RATE"),
@@ -80,6 +90,8 @@ examples:
       a larger model on your own text, in eight stages
   python -m ray_pipe.run --address auto --bandwidth unlimited --compare fp32,acsgd+zstd
       on a Ray cluster whose network is slow by itself
+  python -m ray_pipe.run --task ctr --bandwidth 100Mbps --latency 50ms
+      a click model whose rows live on shards: synchronous against hybrid training
   python -m ray_pipe.run --show-config > run.yaml
       every option with its meaning; edit, then run with --config run.yaml
 

@@ -69,6 +69,13 @@ class Ledger:
                 into[kind] = into.get(kind, 0) + nbytes
         return step_sent
 
+    def add_late(self, sent: Sent) -> None:
+        """Count what was sent behind the last step, and belongs to none."""
+        for link, kinds in sent.items():
+            into = self._sent.setdefault(link, {})
+            for kind, nbytes in kinds.items():
+                into[kind] = into.get(kind, 0) + nbytes
+
     def rewind(self, step: int) -> None:
         """Steps from `step` on run again (recovery); what they sent before stays counted."""
         self._last_step = {stage: min(last, step - 1) for stage, last in self._last_step.items()}

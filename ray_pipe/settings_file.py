@@ -95,6 +95,16 @@ def merge_layers(run: type, layers: Iterable[tuple[Labels, Mapping[str, Any]]]) 
     return merged
 
 
+def under(defaults: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with other defaults below them; what excludes a default takes it away."""
+    if merged.get("steps") is not None:
+        defaults = {key: value for key, value in defaults.items() if key != "epochs"}
+    if BATCH_SIZE in merged:
+        size = "pipeline.micro_batch_size"
+        defaults = {key: value for key, value in defaults.items() if key != size}
+    return {**defaults, **merged}
+
+
 def build_sections(run: type, merged: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for the run's constructor from dotted keys."""
     sections = _sections(run)

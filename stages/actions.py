@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stages.compute import Compute
 from stages.lanes import Recorder
-from stages.passes import Passes
+from stages.passes import Passes, Source
 from stages.plan import StepPlan
 from stages.receiving import ReceivingEnd
 from stages.schedule import actions_of
@@ -74,6 +74,8 @@ class Actions:
         if self._wiring.activation_in is not None:
             self._on_point("recv F", plan, micro_batch)
             source = await self._take(self._wiring.activation_in, plan, micro_batch)
+        if self._passes.feed is not None:
+            await self._rows(self._passes.feed, plan, micro_batch)
         self._on_point("F", plan, micro_batch)
         output = await self._lanes.compute.run(
             "forward",
@@ -102,7 +104,7 @@ class Actions:
             "backward",
             f"B{micro_batch}",
             micro_batch,
-            self._compute.backward,
+            self._passes.backward,
             micro_batch,
             gradient,
         )
@@ -113,6 +115,14 @@ class Actions:
             sends.create_task(
                 self._wiring.gradient_out.send(plan.turn, micro_batch, sent_back, keys)
             )
+
+    async def _rows(self, feed: Source, plan: StepPlan, micro_batch: int) -> None:
+        """Wait for the embedding rows of the step."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await feed.ready(plan)
+        if micro_batch == 0:
+            self._recorder.add("wait_forward", "rows", micro_batch, start, loop.time())
 
     async def _take(self, end: ReceivingEnd, plan: StepPlan, micro_batch: int) -> Tensor:
         loop = asyncio.get_running_loop()

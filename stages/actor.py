@@ -201,6 +201,7 @@ class StageActor:
             recorder=self._recorder,
             deliver_to=deliver_to,
             wrap_link=faulty_links(self._spec.link_faults, seed=self._spec.seed),
+            session=max(1, int(1000 * (time.time() - self._spec.epoch_s))),
         )
         if self._spec.mishaps:
             stage.on_point = Mishaps(self._spec.mishaps).on_point
@@ -272,6 +273,26 @@ class StageActor:
         """A frame of another stage: enqueue only. What is left of an earlier arm is dropped."""
         if self._stage is not None and generation == self._spec.generation:
             self._loop.call_soon(self._stage.on_frame, source, frame)
+
+    # --- embeddings: stage 0 is the shards' client ----------------------------------------
+
+    def settle_embeddings(self) -> dict[str, Any]:
+        """Wait until every gradient has reached its shard; what happened so far."""
+        feed = self.stage.feed
+        assert feed is not None
+        self._loop.submit(feed.drain()).result()
+        return self._loop.submit(_on_loop(feed.numbers)).result()
+
+    def nudge(self, shard: int, node: int, actor: Any) -> None:
+        """A shard has a new process: what the old one did not answer is asked again now."""
+        self._peers[node] = actor
+        if self._stage is not None and self._stage.feed is not None:
+            self._loop.call_soon(self._stage.feed.nudge, shard)
+
+    def scores(self) -> Any:
+        """Logits and labels of the last evaluation, from the last stage."""
+        collected: Any = self.stage.compute.loss
+        return collected.scores()
 
     def abort(self, why: str) -> None:
         """End the running step, if there is one."""

@@ -13,6 +13,7 @@ from compressors.frame import Kind
 from compressors.registry import CodecSpec, make_codec
 from netsim.link import Link, LinkLike
 from netsim.shaper import Uplink
+from stages.embedding.feed import Feed
 from stages.ends import FRAMES, Edge, SendingEnd, WireFormat
 from stages.lanes import Recorder
 from stages.receiving import ReceivingEnd
@@ -42,22 +43,28 @@ def assemble(
     codec_for: MakeCodec = _real_codec,
     wrap_link: Callable[[Link], LinkLike] = _plain_link,
     wire: WireFormat = FRAMES,
+    session: int = 0,
 ) -> Stage:
-    """A stage ready to run, wired to every other stage. Must be called on the stage's loop."""
+    """A stage ready to run, wired to every other stage. Must be called on the stage's loop.
+
+    `session` tells lives of a client of embedding shards apart; it only rises.
+    """
     index, last = spec.index, spec.num_stages - 1
     uplink = Uplink(spec.topology.uplink_bps(index))
-    links = {
-        target: wrap_link(
+
+    def link_to(target: int, name: str) -> LinkLike:
+        return wrap_link(
             Link(
                 spec.topology.link(index, target),
                 uplink,
                 deliver_to(target),
                 seed=spec.seed * 1009 + index * 31 + target,
-                name=f"{index}->{target}",
+                name=f"{index}->{name}",
             )
         )
-        for target in range(spec.num_stages)
-        if target != index
+
+    links = {
+        target: link_to(target, str(target)) for target in range(spec.num_stages) if target != index
     }
     wiring = Wiring(links=links)
     stage = Stage(
@@ -73,6 +80,20 @@ def assemble(
         wire=wire,
         first_block=spec.first_block,
     )
+
+    if spec.embedding is not None:
+        shards = {
+            spec.embedding.node(shard, spec.num_stages): f"e{shard}"
+            for shard in range(spec.embedding.num_shards)
+        }
+        to_shards = {node: link_to(node, name) for node, name in shards.items()}
+        links |= to_shards
+        stage.feed = stage.passes.feed = Feed(
+            spec.embedding,
+            samples=samples,
+            links=list(to_shards.values()),
+            session=session,
+        )
 
     def codec(edge: Edge) -> Compressor:
         own = spec.activation_codec if edge.kind == "activation" else spec.gradient_codec

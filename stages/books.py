@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from stages.lanes import Recorder
 from stages.plan import StepPlan
@@ -29,6 +30,7 @@ class Books:
         num_tokens: int,
         norm: float | None,
         events: list[str],
+        embedding: dict[str, Any] | None = None,
     ) -> StepRecord:
         """The record of a step that ran from `start` to `end`, in loop time."""
         spans, seconds = self._recorder.drain()
@@ -51,6 +53,7 @@ class Books:
             grad_norm=norm,
             spans=spans + self._wire_spans(),
             events=tuple(events),
+            embedding=embedding or {},
         )
 
     def _wire_spans(self) -> tuple[Span, ...]:
@@ -68,8 +71,8 @@ class Books:
 
     def _bytes_since_last_record(self) -> dict[str, dict[str, int]]:
         sent: dict[str, dict[str, int]] = {}
-        for target, link in self._wiring.links.items():
-            name = f"{self._index}->{target}"
+        for link in self._wiring.links.values():
+            name = link.name
             before = self._counted.get(name, {})
             now = dict(link.sent)
             self._counted[name] = now

@@ -18,6 +18,14 @@ class Samples(Protocol):
     def batch(self, ids: tuple[int, ...]) -> Any: ...
 
 
+class Source(Protocol):
+    """Makes the first stage's input itself, and wants its gradient: `stages.embedding.feed`."""
+
+    async def ready(self, plan: StepPlan) -> None: ...
+    def source(self, plan: StepPlan, micro_batch: int) -> Tensor: ...
+    def take(self, micro_batch: int, gradient: Tensor) -> None: ...
+
+
 class Passes:
     """Forward passes of a step. `load` and `forward` run in the compute lane."""
 
@@ -35,6 +43,8 @@ class Passes:
         """Of the passes so far: shares of the batch's mean."""
 
         self.num_tokens = 0
+        self.feed: Source | None = None
+        """Where the first stage's input comes from, if not from the samples."""
 
     def begin(self) -> None:
         """Forget the step before."""
@@ -61,11 +71,14 @@ class Passes:
         ids = plan.micro_batches[micro_batch]
         batch = self._batches.pop(micro_batch, None)
         if self._is_first:
-            if batch is None:
-                assert self._samples is not None
-                batch = self._samples.batch(ids)
-            source = batch.inputs
-            self.note_lengths(micro_batch, batch.lengths)
+            if self.feed is not None:
+                source = self.feed.source(plan, micro_batch)
+            else:
+                if batch is None:
+                    assert self._samples is not None
+                    batch = self._samples.batch(ids)
+                source = batch.inputs
+                self.note_lengths(micro_batch, batch.lengths)
         assert source is not None
         if not self._is_last:
             return self._compute.forward(micro_batch, source, ids=ids, train=plan.train)
@@ -79,6 +92,14 @@ class Passes:
             train=plan.train,
         )
         return None
+
+    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a micro-batch's input, for the stage before or for the feed."""
+        sent_back = self._compute.backward(micro_batch, gradient)
+        if self.feed is not None:
+            assert sent_back is not None
+            self.feed.take(micro_batch, sent_back)
+        return sent_back
 
     def note_lengths(self, micro_batch: int, lengths: tuple[int, ...] | None) -> None:
         """Padding is known to the first stage only; it travels with the activations."""

@@ -9,7 +9,7 @@ the report all read it; nobody measures anything a second time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 LANES = ("compute", "encode", "decode", "wire", "wait", "update")
@@ -69,9 +69,12 @@ class StepRecord:
     events: tuple[str, ...] = ()
     """Things an operator would act on."""
 
+    embedding: dict[str, Any] = field(default_factory=dict)
+    """Of stage 0, where rows are on shards: tau, staleness, lost and refused pushes."""
+
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON can hold it."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -14,6 +14,7 @@ GROUPS = {
     "deliver": "net",
     "discard": "net",
     "abort": "control",
+    "nudge": "control",
     "ping": "control",
     "cpu_seconds": "control",
     "cpu_beside_lanes": "control",
@@ -34,14 +35,14 @@ def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPR
             # Nobody would look for a frame on the dashboard, and each event has its price.
             options |= {"num_returns": 0, "enable_task_events": False}
         mark = ray.method(**options)
-        setattr(cls, method, mark(_own(getattr(StageActor, method))))
+        setattr(cls, method, mark(own_copy(getattr(StageActor, method))))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
     placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
     return placed.remote(index)
 
 
-def _own(method: Callable[..., Any]) -> Callable[..., Any]:
+def own_copy(method: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a method that Ray may mark without touching the plain class."""
 
     def call(self: Any, *args: Any) -> Any:

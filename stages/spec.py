@@ -9,6 +9,7 @@ from torch import nn
 
 from compressors.registry import CodecSpec
 from netsim.topology import Topology
+from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.loss import LossFn
 from stages.mishap import LinkFault, Mishap
 from stages.optim import OptimSpec
@@ -55,3 +56,5 @@ class StageSpec:
     """Faults on purpose, for tests."""
 
     link_faults: tuple[LinkFault, ...] = ()
+    embedding: EmbeddingSpec | None = None
+    """Of stage 0, if its input is made of rows on shards."""

@@ -24,6 +24,7 @@ from stages.background import Background
 from stages.books import Books
 from stages.compute import Compute
 from stages.control import Control
+from stages.embedding.feed import Feed
 from stages.ends import FRAMES, WireFormat, turn_of
 from stages.keeper import Keeper
 from stages.lanes import Recorder
@@ -106,6 +107,9 @@ class Stage:
         self._background = Background(f"stage {index}", self._on_lost)
         self.keeper: Keeper | None = None
         """Writes the stage's black box, if it has one."""
+
+        self.feed: Feed | None = None
+        """Rows of embedding tables for stage 0, if the model has any."""
 
         self.on_point: Callable[[str, StepPlan], None] | None = None
         """Called where a test may want the stage to end; see `stages.mishap`."""
@@ -226,6 +230,8 @@ class Stage:
         for receiving in self.wiring.receiving():
             receiving.refuse_before(self._min_attempt)
         await self.lanes.compute.run("sync", "abort", -1, self.compute.abort)
+        if self.feed is not None:
+            await self.feed.abort()
         for sending in self.wiring.sending():
             await self.lanes.transmit.run("sync", "abort", -1, sending.codec.abort)
             sending.forget()
@@ -278,11 +284,15 @@ class Stage:
                 deadline_s=plan.deadline_s,
                 num_deadlines=len(plan.micro_batches),  # the last stage may wait for each of them
             )
+        if self.feed is not None:
+            self.feed.finish()
         self.close()
 
     async def _commit(self, plan: StepPlan, factor: float) -> None:
         await self._background.wait()  # a resend changes rows: it belongs to this step
         await self.lanes.compute.run("update", "update", -1, self.finish, plan, factor)
+        if self.feed is not None:
+            self.feed.commit(plan, factor)
         self.close()
 
     def finish(self, plan: StepPlan, factor: float) -> None:
@@ -302,6 +312,8 @@ class Stage:
 
     def retire(self) -> None:
         """Nothing more will come of this stage: let go of tasks, links, rows and their files."""
+        if self.feed is not None:
+            self.feed.close()
         self.wiring.retire()
 
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
@@ -309,6 +321,8 @@ class Stage:
         events, self.control.events = self.control.events, []
         if self.keeper is not None:
             events, self.keeper.events = [*events, *self.keeper.events], []
+        if self.feed is not None:
+            events, self.feed.events = [*events, *self.feed.events], []
         return self._books.record(
             plan,
             start=start,
@@ -317,6 +331,7 @@ class Stage:
             num_tokens=self.passes.num_tokens,
             norm=norm,
             events=events,
+            embedding={} if self.feed is None else self.feed.numbers(),
         )
 
     # --- between steps ----------------------------------------------------------------------
@@ -367,6 +382,10 @@ class Stage:
 
     def on_frame(self, source: int, frame: Any) -> None:
         """A frame arrived (called on the loop; returns at once)."""
+        if source >= self.num_stages:
+            if self.feed is not None:  # from a shard of the embeddings
+                self.feed.on_frame(frame)
+            return
         if len(frame) <= SMALL_NBYTES:
             try:
                 header, packet = self.wire.unpack(frame)

@@ -28,6 +28,10 @@ class ShardRefused(RuntimeError):
     """A shard refused a pull or a push; its own words follow."""
 
 
+class _Nudged(Exception):
+    """An answer that will not come: the shard that was asked is gone."""
+
+
 class Asking:
     """One client's letters to and from all shards. Belongs to the event loop."""
 
@@ -91,6 +95,8 @@ class Asking:
             except TimeoutError:
                 wait_s *= 2
                 continue
+            except _Nudged:
+                continue
             finally:
                 self._waiting.pop(key, None)
             if header.body["op"] == "need" and again is not None:
@@ -104,6 +110,12 @@ class Asking:
             f"{ticket} and had no answer for {loop.time() - started:.0f} s; see whether the shard "
             "lives, or raise `deadline_s`"
         )
+
+    def nudge(self, shard: int) -> None:
+        """The shard has begun anew: ask again at once what it has not answered."""
+        for (_, _, asked), answer in self._waiting.items():
+            if asked == shard and not answer.done():
+                answer.set_exception(_Nudged())
 
     def send(
         self, shard: int, ticket: int, op: str, packet: Packet | None = None, **body: Any

@@ -207,6 +207,19 @@ class Hybrid:
         self._pushes.add(task)
         task.add_done_callback(self._pushes.discard)
 
+    def refuse_nonfinite(self, step: Step) -> None:
+        """Raise `NonFiniteGradientError` by table and ids, as `push` would; sends nothing."""
+        for shard in range(len(self._asking.links)):
+            self._gradients(step, shard)
+
+    def fail(self, error: BaseException) -> None:
+        """Something beside went wrong: raised by the next `pull` or `drain`."""
+        self._failure = self._failure or error
+
+    def nudge(self, shard: int) -> None:
+        """A shard has begun anew: what it was asked and has not answered is asked again now."""
+        self._asking.nudge(shard)
+
     async def void(self, step: Step) -> None:
         """The step failed: nothing of it is applied, nobody waits for it."""
         await self._void(step.ticket)

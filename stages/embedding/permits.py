@@ -16,7 +16,8 @@ MAX_AUTO_TAU = 16
 class Permits:
     """Taken in the order in which they are asked for. Also numbers the steps of all clients."""
 
-    def __init__(self, tau: int, *, num_clients: int = 1) -> None:
+    def __init__(self, tau: int, *, num_clients: int = 1, first_ticket: int = 1) -> None:
+        """`first_ticket`: who begins anew numbers its steps above those of its earlier life."""
         if tau < 0:
             raise ValueError(f"the staleness bound tau is 0 or more, got {tau}")
         if tau + 1 < num_clients:
@@ -33,11 +34,16 @@ class Permits:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._held: set[int] = set()
         self._idle: list[asyncio.Future[None]] = []
-        self._last_ticket = 0
+        self._last_ticket = first_ticket - 1
 
     @property
     def in_use(self) -> int:
         return len(self._held)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Tickets of the steps that are under way."""
+        return frozenset(self._held)
 
     def next_ticket(self) -> int:
         """A number that no other step has."""

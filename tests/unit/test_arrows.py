@@ -24,7 +24,9 @@ MAY_IMPORT = {
 SPEAK_RAY = {
     "stages.actor",
     "stages.remote",
+    "stages.embedding.shard_actor",
     "ray_pipe.cluster",
+    "ray_pipe.ctr_pipeline",
     "ray_pipe.doctor_probe",
     "ray_pipe.doctor_rounds",
     "ray_pipe.failures",
@@ -32,6 +34,7 @@ SPEAK_RAY = {
     "ray_pipe.pipeline",
     "ray_pipe.rescue",
     "ray_pipe.spares",
+    "ray_pipe.shards",
     "ray_pipe.preflight",
     "ray_pipe.monitoring.exporter",
     "ray_pipe.monitoring.job_view",

@@ -179,6 +179,12 @@ DEFAULTS = {
     "--out": "runs",
     "--max-failures": "3",
     "--spares": "1",
+    "--task": "text",
+    "--staleness": "auto",
+    "--shards": "2",
+    "--wire": "fp16-rowscale",
+    "--prune": "0",
+    "--capacity": "2GiB",
 }
 
 
@@ -195,6 +201,7 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
         *("--steps", "--eval", "--codec", "--topology", "--recompute"),
         *("--name", "--address", "--dashboard"),
         *("--checkpoint-every", "--checkpoint-dir", "--resume"),
+        *("--spill", "--columns"),
     }
 
     assert flags == {*DEFAULTS, *without}
@@ -225,6 +232,21 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
         (["--config", "none.yaml"], ["--config none.yaml", "No such file"]),
         (["--data", "none.txt"], ["--data none.txt", "no such file", "pydoc"]),
         (["--codec", "acsgd", "--epochs", "1"], ["gains nothing", "--codec directq"]),
+        (["--shards", "3"], ["embedding.shards", "the task is text", "--task ctr"]),
+        (["--task", "clicks"], ["task is 'clicks'", "'ctr'"]),
+        (["--task", "ctr", "--staleness", "-1"], ["'-1'", "0 (synchronous)", "or auto"]),
+        (["--task", "ctr", "--wire", "fp8"], ["embedding.wire is 'fp8'", "'int8'"]),
+        (["--task", "ctr", "--prune", "1.5"], ["1.5"]),
+        (["--task", "ctr", "--prune", "0.5", "--set", "embedding.dim=6"], ["four chunks", "is 6"]),
+        (["--task", "ctr", "--shards", "0"], ["embedding.shards is 0", "at least 1"]),
+        (["--task", "ctr", "--capacity", "6"], ["--capacity:", "'6GiB'"]),
+        (["--task", "ctr", "--capacity", "1KiB"], ["embedding.capacity", "at least"]),
+        (["--task", "ctr", "--compare", "fp32"], ["compare lists fp32", "--codec", "--wire"]),
+        (["--task", "ctr", "--data", "none.tsv"], ["no such file", "Criteo", "synthetic"]),
+        (["--task", "ctr", "--data", "pydoc"], ["pydoc is text", "--data synthetic"]),
+        (["--task", "ctr", "--columns", "label=x; ids=y"], ["--columns", "--data FILE.csv"]),
+        (["--task", "ctr", "--transport", "refs"], ["--transport push"]),
+        (["--task", "ctr", "--recompute"], ["--recompute", "leave it out"]),
     ],
 )
 def test_a_refusal_is_one_paragraph_on_stderr_and_exit_2(

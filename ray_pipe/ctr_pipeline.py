@@ -1,0 +1,94 @@
+"""A pipeline whose first stage gets its input from embedding shards.
+
+Path: ray_pipe.ctr_run -> ray_pipe.ctr_pipeline -> ray_pipe.pipeline
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from ray_pipe.cluster import StageActors
+from ray_pipe.ctr_metrics import ScoreCounts
+from ray_pipe.ctr_workload import CtrArm
+from ray_pipe.pipeline import Pipeline, Records
+from ray_pipe.recovery import Failure
+from ray_pipe.shards import Shards
+
+
+class CtrPipeline(Pipeline):
+    """Dense stages in step, rows on shards that are not."""
+
+    def __init__(
+        self,
+        actors: StageActors,
+        arm: CtrArm,
+        *,
+        shards: Shards,
+        epoch_s: float,
+        failures: list[Failure] | None = None,
+    ) -> None:
+        self.shards = shards
+        self.shard_infos: list[Any] = []
+        self._part = 0
+        super().__init__(actors, arm, epoch_s=epoch_s, failures=failures)
+        shards.arm = arm.name
+        shards.on_replaced = self._on_replaced
+
+    def set_up(self, stages: range | tuple[int, ...], *, reborn: bool = False) -> dict[Any, int]:
+        """Shards first, once; a dense failure leaves the rows as they are."""
+        if not self.shard_infos:
+            embedding = self.specs[0].embedding
+            assert embedding is not None
+            self.shard_infos = self.shards.set_up(
+                embedding, topology=self.arm.topology, generation=self.specs[0].generation
+            )
+            self.actors.guests = self.shards.nodes_of_topology()
+            self.actors.introduce()
+        return super().set_up(stages, reborn=reborn)
+
+    def train(self, steps: range | None = None) -> Generator[Records, None, None]:
+        """Steps with what the shards sent meanwhile, on the books of stage 0."""
+        for records in super().train(steps):
+            self.shards.step = records[0].step
+            yield self._with_shards(records)
+
+    def settle_embeddings(self) -> dict[str, Any]:
+        """Wait for the gradients that are on their way; stage 0's counts so far."""
+        self.settle()
+        call = {self.handles[0].settle_embeddings.remote(): 0}
+        numbers: dict[str, Any] = self.gather(call, doing="waiting for its gradients to arrive")[0]
+        return numbers
+
+    def score(self, step: int) -> ScoreCounts:
+        """Logits of all held-out samples after a step."""
+        assert isinstance(self.arm, CtrArm)
+        parts = []
+        for plan in self.arm.evaluations(step, first_part=self._part + 1):
+            self._part = plan.part
+            self.evaluate(plan)
+            logits, labels = ray.get(self.handles[-1].scores.remote())
+            parts.append(ScoreCounts.of(logits, labels))
+        return parts[0].merge(*parts[1:])
+
+    def _with_shards(self, records: Records) -> Records:
+        first, *others = records
+        sent = {**first.sent, **self.shards.look()}
+        return [replace(first, sent=sent), *others]
+
+    def _on_replaced(self, shard: int, failure: Failure) -> None:
+        """Stage 0 asks the new process what the old one left open."""
+        self.actors.guests = self.shards.nodes_of_topology()
+        node = len(self.handles) + shard
+        ray.get(self.actors.guests[node].connect.remote(self.handles[0]))
+        # Not by `introduce`: stage 0 is busy with the step that waits for this shard.
+        self.handles[0].nudge.remote(shard, node, self.actors.guests[node])
+        self.failures.append(failure)
+        self.on_failure(failure)
+
+    def _check_replay(self, step: int, records: Records) -> None:
+        """Rows have moved on since: a step that is run again need not give the same loss."""
+        self.on_replay(records)

@@ -1,0 +1,220 @@
+"""A click run from start to end: dense stages in step, embedding rows on shards that are not.
+
+Path: ray_pipe.driver -> ray_pipe.ctr_run -> ray_pipe.ctr_pipeline
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from netsim.units import show_bandwidth, show_duration
+from ray_pipe.arms import compare
+from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
+from ray_pipe.config import RunConfig
+from ray_pipe.ctr_metrics import ScoreCounts
+from ray_pipe.ctr_pipeline import CtrPipeline
+from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
+from ray_pipe.driver import Outcome
+from ray_pipe.errors import ConfigError
+from ray_pipe.metrics import ArmMeter, MetricsFile
+from ray_pipe.monitoring.monitor import watch
+from ray_pipe.planner.placement import place
+from ray_pipe.progress import Observer
+from ray_pipe.recovery import Failure
+from ray_pipe.results import results_of, write_all
+from ray_pipe.shards import Shards, ShardTotals
+from ray_pipe.trained import Trained
+
+
+@dataclass(kw_only=True)
+class Clicked(Trained):
+    """One arm of a click run."""
+
+    scores: ScoreCounts | None = None
+    totals: ShardTotals = field(default_factory=ShardTotals)
+    tau: int = 0
+    best_auc: float | None = None
+    client: dict[str, Any] = field(default_factory=dict)
+    """Stage 0's own counts: lost, voided and refused pushes."""
+
+    def numbers(self) -> dict[str, Any]:
+        """What results.json says of an arm beside the common fields."""
+        rows, totals = self.meter.rows, self.totals
+        num_samples = sum(row.num_tokens for row in rows)
+        wall_s = rows[-1].wall_s if rows else 0.0
+        histogram = Counter(totals.staleness)
+        return {
+            "auc": None if self.scores is None else self.scores.auc(),
+            "log_loss": None if self.scores is None else self.scores.log_loss(),
+            "best_auc": self.best_auc,
+            "num_test": 0 if self.scores is None else len(self.scores),
+            "samples_per_s": num_samples / wall_s if wall_s else None,
+            "bytes_per_sample": self.meter.ledger.nbytes / num_samples if num_samples else None,
+            "rows": totals.rows,
+            "row_bytes": totals.real_bytes,
+            "resident_bytes": totals.resident_bytes,
+            "tau": self.tau,
+            "staleness_max": max(histogram, default=0),
+            "staleness_histogram": {str(key): histogram[key] for key in sorted(histogram)},
+            "lost_pushes": self.client.get("lost_pushes", 0),
+            "lost_versions": self.client.get("lost_versions", 0),
+            "refused_pushes": self.client.get("refused", 0),
+            "dropped_gradients": totals.dropped_rows,
+            "prunes": totals.prunes,
+        }
+
+
+def run(config: RunConfig, observer: Observer) -> Outcome:
+    """Train every arm of a validated click configuration and write `runs/<name>/`."""
+    observer.on_phase("reading the clicks")
+    task = click_task(config)
+    arms = ctr_arms(config, task)
+    plan = plan_of(config, task, arms)
+    observer.on_start(plan)
+    if task.workload.num_train < config.pipeline.samples_per_step:
+        raise ConfigError(
+            f"--data {config.data.source}: {task.workload.num_train} samples to train on, but one "
+            f"step takes {config.pipeline.samples_per_step}; lower --batch-size."
+        )
+    trained: list[Clicked] = []
+    failures: list[Failure] = []
+    epoch_s = time.time()
+    observer.on_phase("starting Ray")
+    with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
+        placement = place(config.pipeline.stages, nodes())
+        config, notes = config.on_nodes(placement.num_nodes)
+        if is_cluster(config.address):
+            for text in (*placement.notes(), *notes):
+                observer.on_warning(text)
+        arms = ctr_arms(config, task)
+        path = config.make_folder()
+        if config.dashboard or dashboard:
+            observer.on_note(show_dashboard(dashboard))
+        observer.on_phase(
+            f"starting {config.pipeline.stages} stages and {config.embedding.shards} shards"
+        )
+        try:
+            with (
+                MetricsFile(path / "metrics.jsonl") as sink,
+                StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
+                Shards(
+                    config.embedding.shards,
+                    label=path.name,
+                    nodes=nodes(),
+                    num_stages=config.pipeline.stages,
+                ) as shards,
+                watch(path.name, failures) as monitor,
+            ):
+                for index, arm in enumerate(arms):
+                    observer.on_phase(f"preparing {arm.name}")
+                    pipeline = CtrPipeline(
+                        actors, arm, shards=shards, epoch_s=epoch_s, failures=failures
+                    )
+                    one = Clicked(
+                        arm=arm,
+                        prediction=None,
+                        meter=ArmMeter(arm.name, sink=sink),
+                        monitor=monitor,
+                        best_auc=task.best_auc,
+                    )
+                    trained.append(one)
+                    for text in pipeline.notes():
+                        observer.on_warning(text)
+                    pipeline.on_failure = lambda failure: _tell(observer, monitor, failure)
+                    pipeline.on_replay = one.add_again
+                    observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                    monitor.on_arm(arm.name, index, len(arms), arm.num_steps, None)
+                    train(pipeline, one, observer)
+                    monitor.on_arm_end(one.summary())
+                    observer.on_arm_end(one.summary().as_dict() | one.numbers())
+        finally:
+            results = ctr_results(config, task, trained, failures)
+            write_all(path, results, trained, observer)
+    observer.on_end(results, path)
+    return Outcome(
+        results=results, path=path, summaries=compare([one.summary() for one in trained])
+    )
+
+
+def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
+    """All steps of an arm, then the held-out samples."""
+    for records in pipeline.train():
+        row = one.add(records)
+        pipeline.deadlines.add(row.step_s)
+        for event in row.events:
+            observer.on_phase(f"{one.arm.name}: {event}")
+        one.tau = records[0].embedding.get("tau", one.tau)
+        one.client = dict(records[0].embedding)
+        one.totals = pipeline.shards.totals()
+        observer.on_step(one.arm.name, row.as_dict() | progress_of(one, records[0].embedding))
+    observer.on_phase(f"{one.arm.name}: scoring the held-out samples")
+    one.client = pipeline.settle_embeddings()
+    one.meter.ledger.add_late(pipeline.shards.settle())
+    one.totals = pipeline.shards.totals()
+    one.scores = pipeline.score(one.arm.num_steps - 1)
+    one.monitor.on_eval(one.scores.log_loss())
+
+
+def progress_of(one: Clicked, embedding: Mapping[str, Any]) -> dict[str, Any]:
+    """What the progress line says beside loss and speed."""
+    staleness = embedding.get("staleness", {})
+    return {
+        "rows": one.totals.rows,
+        "resident_bytes": one.totals.resident_bytes,
+        "tau": embedding.get("tau"),
+        "staleness": staleness,
+        "bytes_per_sample": one.meter.rows[-1].nbytes / max(1, one.meter.rows[-1].num_tokens),
+    }
+
+
+def ctr_results(
+    config: RunConfig, task: ClickTask, trained: list[Clicked], failures: list[Failure]
+) -> dict[str, Any]:
+    """The object of results.json."""
+    summaries = compare([one.summary() for one in trained if one.meter.rows])
+    results = results_of(config, summaries, trained, failures)
+    by_name = {one.arm.name: one for one in trained}
+    for arm in results["arms"]:
+        arm |= by_name[arm["name"]].numbers()
+        arm["wire"] = _spec(by_name[arm["name"]]).wire.rows
+        arm["codec_name"] = by_name[arm["name"]].arm.codec.name
+    results["clicks"] = {
+        "text": task.text,
+        "best_auc": task.best_auc,
+        "num_train": task.workload.num_train,
+        "num_test": task.workload.num_held_out,
+        "tables": [table.name for table in task.tables],
+    }
+    return results
+
+
+def _spec(one: Clicked) -> Any:
+    assert isinstance(one.arm, CtrArm)
+    return one.arm.embedding
+
+
+def _tell(observer: Observer, monitor: Any, failure: Failure) -> None:
+    observer.on_warning(str(failure))
+    monitor.on_failures()
+
+
+def plan_of(config: RunConfig, task: ClickTask, arms: list[CtrArm]) -> dict[str, Any]:
+    """What is going to happen, for people."""
+    network, pipeline = config.network, config.pipeline
+    shaped = network.topology is None
+    rate = show_bandwidth(network.bandwidth_bps) if shaped else str(network.topology)
+    late = f" with {show_duration(network.latency_s)} of latency" if network.latency_s else ""
+    return {
+        "text": (
+            f"click model on {task.text}; rows of {config.embedding.dim} on "
+            f"{config.embedding.shards} shards, {pipeline.stages} dense stages, over {rate} links"
+            f"{late}; {pipeline.samples_per_step} samples a step"
+        ),
+        "bandwidth_bps": network.bandwidth_bps if shaped else None,
+        "arms": [arm.name for arm in arms],
+        "unit": "samples",
+    }

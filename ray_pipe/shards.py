@@ -1,0 +1,264 @@
+"""The embedding shards of a run, from the driver's side: start, count, watch, replace.
+
+Path: ray_pipe.ctr_run -> ray_pipe.shards -> stages.embedding.shard_actor
+
+A shard that dies takes its rows along. A thread watches all of them; a new process takes the place
+of a dead one, with the rows of the last checkpoint if there is one, and stage 0 asks it what the
+old one did not answer. Gradients of steps that the old one had served are lost, and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_pipe.cluster import START_TIMEOUT_S
+from ray_pipe.errors import ClusterError, TrainingError
+from ray_pipe.ledger import Sent
+from ray_pipe.planner.placement import Node
+from ray_pipe.recovery import Failure
+from ray_pipe.same_source import refuse_other_source
+from stages.embedding.embedding_spec import EmbeddingSpec
+from stages.embedding.shard_actor import ShardPlace, remote_shard
+
+WATCH_S = 0.5
+SETTLE_S = 120.0
+
+
+@dataclass(kw_only=True)
+class ShardTotals:
+    """What all shards have and did, the dead ones' last known numbers included."""
+
+    rows: int = 0
+    real_bytes: int = 0
+    """Of rows, state, headers and index, as the stores count them."""
+
+    resident_bytes: int = 0
+    """Of the shards' processes, as the system counts them."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    dropped_rows: int = 0
+    lost_pushes: int = 0
+    refused_pushes: int = 0
+    prunes: int = 0
+    alive_chunks: int = 0
+
+
+class Shards:
+    """The actors that hold embedding rows. Leaving the block ends them."""
+
+    def __init__(
+        self, num_shards: int, *, label: str, nodes: Sequence[Node], num_stages: int
+    ) -> None:
+        """Shards go round the nodes, after the stages."""
+        self._label = f"{label}-{uuid.uuid4().hex[:4]}"
+        self._num_stages = num_stages
+        self._homes = [nodes[(num_stages + index) % len(nodes)] for index in range(num_shards)]
+        self._num_started = 0
+        self.handles: list[Any] = [self._start(index) for index in range(num_shards)]
+        self.failures: list[Failure] = []
+        self.on_replaced: Callable[[int, Failure], None] = lambda shard, failure: None
+        """Told of a new process: stage 0 must learn of it."""
+
+        self.rows_from: Callable[[], Sequence[Any]] = tuple
+        """What a new process begins with: the shards of the last checkpoint, as bytes."""
+
+        self._spec: EmbeddingSpec | None = None
+        self._places: list[ShardPlace] = []
+        self._books: list[dict[str, Any]] = []
+        self._gone: list[dict[str, Any]] = []
+        self._counted: Sent = {}
+        self._asked: dict[Any, int] = {}
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._watch = threading.Thread(target=self._watch_all, name="shards", daemon=True)
+        self._watch.start()
+        self.step = 0
+        """For the words about a failure."""
+
+        self.arm = ""
+
+    def _start(self, index: int) -> Any:
+        self._num_started += 1
+        again = f"-again-{self._num_started}" if self._num_started > len(self._homes) else ""
+        home = NodeAffinitySchedulingStrategy(self._homes[index].id, soft=True)
+        name = f"ray_pipe/{self._label}/shard-{index}{again}"
+        return remote_shard(index, name=name, strategy=home)
+
+    def nodes_of_topology(self) -> dict[int, Any]:
+        """The actors by their node behind the stages."""
+        return {self._num_stages + index: handle for index, handle in enumerate(self.handles)}
+
+    def set_up(self, spec: EmbeddingSpec, *, topology: Any, generation: int) -> list[Any]:
+        """Empty shards for an arm."""
+        with self._lock:
+            self._spec, self._counted, self._gone = spec, {}, []
+            self._places = [
+                ShardPlace(
+                    index=index,
+                    num_stages=self._num_stages,
+                    topology=topology,
+                    generation=generation,
+                )
+                for index in range(spec.num_shards)
+            ]
+            self._books = [{} for _ in self.handles]
+            self._asked = {}
+            calls = [
+                handle.setup.remote(spec, place)
+                for handle, place in zip(self.handles, self._places, strict=True)
+            ]
+            try:
+                infos: list[Any] = ray.get(calls, timeout=START_TIMEOUT_S)
+            except RayError as error:
+                raise ClusterError(f"the embedding shards did not start: {error}") from error
+            refuse_other_source(infos)
+            return infos
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    def look(self) -> Sent:
+        """Bytes that shards sent since the last look, as far as they are known; never waits."""
+        self.raise_error()
+        with self._lock:
+            ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]
+            for ref in ready if self._asked else ():
+                self._note(self._asked.pop(ref), ref)
+            for index, handle in enumerate(self.handles):
+                if index not in self._asked.values():
+                    self._asked[handle.books.remote()] = index
+            return self._fresh()
+
+    def settle(self) -> Sent:
+        """The same, after waiting for every shard."""
+        with self._lock:
+            self._asked = {}
+            for index, handle in enumerate(self.handles):
+                self._note(index, handle.books.remote())
+            return self._fresh()
+
+    def totals(self) -> ShardTotals:
+        """As of the last look."""
+        total = ShardTotals()
+        with self._lock:
+            for books in (book for book in self._books if book):
+                total.rows += books["rows"]
+                total.real_bytes += books["real_bytes"]
+                total.resident_bytes += books["resident_bytes"]
+                total.prunes = max(total.prunes, books["prunes"])
+                total.alive_chunks += sum(books["alive_chunks"].values())
+            for books in (book for book in (*self._books, *self._gone) if book):
+                total.staleness.update(books["staleness_histogram"])
+                total.dropped_rows += books["dropped_rows"]
+                total.lost_pushes += books["lost_pushes"]
+                total.refused_pushes += books["refused_pushes"]
+        return total
+
+    def _note(self, index: int, ref: Any) -> None:
+        with contextlib.suppress(RayError):  # the watch sees to it
+            self._books[index] = ray.get(ref, timeout=SETTLE_S)
+
+    def _fresh(self) -> Sent:
+        sent: Sent = {}
+        for books in (*self._gone, *self._books):
+            for link, kinds in books.get("sent", {}).items():
+                into = sent.setdefault(link, {})
+                for kind, nbytes in kinds.items():
+                    into[kind] = into.get(kind, 0) + nbytes
+        fresh = {
+            link: {
+                kind: more
+                for kind, nbytes in kinds.items()
+                if (more := nbytes - self._counted.get(link, {}).get(kind, 0))
+            }
+            for link, kinds in sent.items()
+        }
+        self._counted = sent
+        return {link: kinds for link, kinds in fresh.items() if kinds}
+
+    # --- watching ---------------------------------------------------------------------------------
+
+    def raise_error(self) -> None:
+        """Raise what the watch could not mend."""
+        if self._error is not None:
+            raise self._error
+
+    def _watch_all(self) -> None:
+        while not self._stop.wait(WATCH_S):
+            for index, handle in enumerate(list(self.handles)):
+                try:
+                    ray.get(handle.ping.remote(), timeout=SETTLE_S)
+                except RayError as error:
+                    if self._stop.is_set() or not self._places:
+                        return
+                    try:
+                        self._replace(index, error)
+                    except Exception as trouble:
+                        self._error = TrainingError(
+                            f"embedding shard {index} died and could not be replaced: {trouble}"
+                        )
+                        return
+
+    def _replace(self, index: int, error: RayError) -> None:
+        start = time.monotonic()
+        with self._lock:
+            assert self._spec is not None
+            with contextlib.suppress(Exception):
+                ray.kill(self.handles[index])
+            old = self._places[index]
+            place = ShardPlace(
+                index=index,
+                num_stages=old.num_stages,
+                topology=old.topology,
+                generation=old.generation,
+                life=old.life + 1,
+            )
+            self._places[index] = place
+            handle = self._start(index)
+            saved = self.rows_from()
+            ray.get(handle.setup.remote(self._spec, place), timeout=START_TIMEOUT_S)
+            num_rows = 0
+            if saved:
+                num_rows = ray.get(handle.fill.remote(list(saved)), timeout=START_TIMEOUT_S)
+            self.handles[index] = handle
+            self._gone.append(self._books[index])
+            self._books[index] = {}
+            self._asked = {ref: who for ref, who in self._asked.items() if who != index}
+        rows = f"{num_rows:,} rows of the last checkpoint" if saved else "no rows"
+        failure = Failure(
+            kind="died",
+            stage=self._num_stages + index,
+            step=self.step,
+            arm=self.arm,
+            cause=(
+                f"embedding shard {index} died ({type(error).__name__}); its new process begins "
+                f"with {rows}, gradients under way to the old one are lost and counted"
+            ),
+            replaced=(self._num_stages + index,),
+            resumed_from=self.step,
+            source="checkpoint" if saved else "fresh",
+            recovery_s=time.monotonic() - start,
+        )
+        self.failures.append(failure)
+        self.on_replaced(index, failure)
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._watch.join(timeout=5.0)
+        for handle in self.handles:
+            with contextlib.suppress(Exception):
+                ray.kill(handle)

@@ -1,0 +1,330 @@
+"""The embeddings' end in stage 0: rows in before a step, gradients out behind it.
+
+Path: ray_pipe.data -> stages.embedding.feed -> stages.embedding.hybrid
+
+    await feed.ready(plan)         the rows of the step are here; those of later ones are coming
+    feed.source(plan, 0)           dense features and pooled rows of a micro-batch, packed
+    feed.take(0, gradient)         of that input; adds up over micro-batches
+    feed.commit(plan, factor)      the dense net has moved: the gradients leave, nobody waits
+    await feed.abort()             the step failed: void on every shard
+
+Steps are pulled ahead as far as permits allow. Whatever breaks the order (an evaluation, a step
+that is run again, a checkpoint) voids what was pulled ahead, so that no row is older than it may
+be. `ready`, `commit`, `abort` and `drain` belong to the event loop, the rest to the compute lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from netsim.link import LinkLike
+from stages.embedding.auto_staleness import AutoStaleness
+from stages.embedding.embedding_spec import EmbeddingSpec
+from stages.embedding.hybrid import Hybrid, Step
+from stages.embedding.permits import Permits
+from stages.embedding.row_errors import NonFiniteGradientError
+from stages.plan import StepPlan
+
+LOOKAHEAD = 2
+"""Steps whose ids are sent beyond those whose rows may be pulled."""
+
+TICKETS_OF_A_SESSION = 1 << 20
+
+
+class Bag(Protocol):
+    """Ids of one feature: sample i has `ids[offsets[i]:offsets[i + 1]]`."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor: ...
+
+
+class Clicks(Protocol):
+    """Samples with dense features and a bag of ids for each feature."""
+
+    @property
+    def dense(self) -> Tensor: ...
+    @property
+    def bags(self) -> Sequence[Bag]: ...
+
+
+class ClickSamples(Protocol):
+    """What stage 0 needs of the data."""
+
+    def clicks(self, ids: Sequence[int]) -> Clicks: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Coming:
+    """A step whose ids are on their way, and perhaps its rows."""
+
+    batch: _Batch
+    pull: asyncio.Task[Step]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """The samples of a step, and where each micro-batch and each feature is in them."""
+
+    clicks: Clicks
+    starts: list[int]
+    """Sample with which each micro-batch begins, and one past the last."""
+
+    first: list[int]
+    """Place of each feature's first id among the ids of its table."""
+
+    ids: dict[str, np.ndarray[Any, Any]]
+
+
+class Feed:
+    """One dense worker's rows and gradients."""
+
+    def __init__(
+        self,
+        spec: EmbeddingSpec,
+        *,
+        samples: ClickSamples,
+        links: Sequence[LinkLike],
+        client: int = 0,
+        session: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.permits = Permits(spec.tau or 0, first_ticket=session * TICKETS_OF_A_SESSION + 1)
+        self.hybrid = Hybrid(
+            spec.tables,
+            permits=self.permits,
+            links=links,
+            wire=spec.wire,
+            client=client,
+            session=session,
+            deadline_s=spec.deadline_s,
+            num_tries=spec.num_tries,
+            auto=AutoStaleness(cap=spec.bound) if spec.tau is None else None,
+        )
+        self.events: list[str] = []
+        self.num_refused = 0
+        """Steps whose gradients were not finite."""
+
+        self._samples = samples
+        self._coming: dict[int, _Coming] = {}
+        self._step: Step | None = None
+        self._batch: _Batch | None = None
+        self._number = -1
+        self._graphs: dict[int, list[Tensor]] = {}
+        self._began_s = 0.0
+        self._num_changes = 0
+        self._beside: set[asyncio.Task[None]] = set()
+        self._told: Counter[int] = Counter()
+
+    def on_frame(self, frame: Any) -> None:
+        """A letter from a shard."""
+        self.hybrid.on_frame(frame)
+
+    # --- a step, on the loop ----------------------------------------------------------------------
+
+    async def ready(self, plan: StepPlan) -> None:
+        """Have the rows of a step; asked again in the same step, they are here."""
+        if self._step is not None and self._number == plan.step:
+            return
+        loop = asyncio.get_running_loop()
+        if not plan.train:
+            await self.drain()
+            batch = self._read(plan.micro_batches)
+            self._step, self._batch = await self.hybrid.read(batch.ids), batch
+        else:
+            if plan.step not in self._coming:
+                await self._let_go()
+            self._pull_ahead(plan)
+            coming = self._coming.pop(plan.step)
+            self._step, self._batch = await coming.pull, coming.batch
+        self._number, self._began_s = plan.step, loop.time()
+
+    def commit(self, plan: StepPlan, factor: float) -> None:
+        """The step has happened: push its gradients. A factor of 0 skipped the dense update, and
+        the rows' update with it."""
+        step, self._step = self._step, None
+        self._graphs.clear()
+        if step is None or not plan.train:
+            return
+        step.step_s = asyncio.get_running_loop().time() - self._began_s
+        self._spawn(self._push(step, plan, skipped=factor == 0.0))
+
+    def finish(self) -> None:
+        """An evaluation is over."""
+        self._step = None
+        self._graphs.clear()
+
+    async def abort(self) -> None:
+        """The step failed; it and all that was pulled after it is void, permits are home."""
+        step, self._step = self._step, None
+        self._graphs.clear()
+        if step is not None and step.ticket in self.permits.held:
+            await self.hybrid.void(step)
+        await self._let_go()
+
+    async def drain(self) -> None:
+        """Wait until every gradient has arrived; nothing is under way then."""
+        await self._let_go()
+        while self._beside:
+            await asyncio.wait(set(self._beside))
+        await self.hybrid.drain()
+
+    def close(self) -> None:
+        """Nothing more will come: let go of all tasks."""
+        for one in self._coming.values():
+            one.pull.cancel()
+            one.pull.add_done_callback(_forget)
+        for task in self._beside:
+            task.cancel()
+        self._coming.clear()
+
+    def nudge(self, shard: int) -> None:
+        """A shard has a new process: ask it now what the old one did not answer."""
+        self.hybrid.nudge(shard)
+
+    # --- a micro-batch, in the compute lane -------------------------------------------------------
+
+    def source(self, plan: StepPlan, micro_batch: int) -> Tensor:
+        """The input of the first block: dense features, then one pooled vector a feature."""
+        assert self._step is not None
+        assert self._batch is not None
+        batch, step = self._batch, self._step
+        start, stop = batch.starts[micro_batch], batch.starts[micro_batch + 1]
+        pooled = []
+        with torch.set_grad_enabled(plan.train):
+            for place, (table, bag) in enumerate(
+                zip(self.spec.features, batch.clicks.bags, strict=True)
+            ):
+                offsets = bag.offsets[start : stop + 1]
+                low, high = int(offsets[0]), int(offsets[-1])
+                first = batch.first[place]
+                index = step.index[table][first + low : first + high]
+                pooled.append(pool(step.rows[table], index, offsets - low))
+        if plan.train:
+            self._graphs[micro_batch] = pooled
+        dense = batch.clicks.dense[start:stop]
+        return torch.cat([dense, *(vector.detach() for vector in pooled)], dim=1)
+
+    def take(self, micro_batch: int, gradient: Tensor) -> None:
+        """The gradient of `source`, into the rows."""
+        pooled = self._graphs.pop(micro_batch)
+        widths = [vector.shape[1] for vector in pooled]
+        dense = gradient.shape[1] - sum(widths)
+        parts = torch.split(gradient.detach().cpu().float(), [dense, *widths], dim=1)[1:]
+        torch.autograd.backward(pooled, parts)
+
+    # --- numbers ----------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, Any]:
+        """What happened since the last call, for the step's record."""
+        counts = self.hybrid.counts
+        fresh = counts.staleness - self._told
+        self._told = Counter(counts.staleness)
+        return {
+            "tau": self.permits.tau,
+            "in_use": self.permits.in_use,
+            "staleness": {str(key): num for key, num in sorted(fresh.items())},
+            "lost_pushes": counts.lost_pushes,
+            "lost_versions": counts.lost_versions,
+            "voided": counts.voided,
+            "refused": self.num_refused,
+            "resent": self.hybrid.num_resent,
+        }
+
+    # --- ahead of the step ------------------------------------------------------------------------
+
+    def _pull_ahead(self, plan: StepPlan) -> None:
+        """Send the ids of this step and the next ones, and stand in line for their permits."""
+        loop = asyncio.get_running_loop()
+        last = min(plan.step + self.permits.tau + LOOKAHEAD, self.spec.num_steps - 1)
+        for number in range(plan.step, max(last, plan.step) + 1):
+            if number not in self._coming:
+                ids = plan.micro_batches if number == plan.step else self.spec.order.at(number)
+                batch = self._read(ids)
+                ahead = self.hybrid.announce(batch.ids)
+                pull = loop.create_task(self.hybrid.pull(ahead))
+                self._coming[number] = _Coming(batch=batch, pull=pull)
+
+    async def _let_go(self) -> None:
+        """Void what was pulled ahead."""
+        coming, self._coming = self._coming, {}
+        for one in coming.values():
+            one.pull.cancel()
+        for one in coming.values():
+            (done,) = await asyncio.gather(one.pull, return_exceptions=True)
+            if isinstance(done, Step):
+                await self.hybrid.void(done)
+
+    async def _push(self, step: Step, plan: StepPlan, *, skipped: bool) -> None:
+        try:
+            if skipped:
+                self.hybrid.refuse_nonfinite(step)
+                await self.hybrid.void(step)
+            else:
+                await self.hybrid.push(step)
+        except NonFiniteGradientError as error:
+            self.num_refused += 1
+            self.events.append(f"step {plan.step}: {error}")
+            if skipped:
+                await self.hybrid.void(step)
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        changes = [] if self.hybrid.auto is None else self.hybrid.auto.changes
+        for change in changes[self._num_changes :]:
+            self.events.append(
+                f"staleness auto: {change.why}, so {change.tau + 1} steps may be under way "
+                f"(tau = {change.tau})"
+            )
+        self._num_changes = len(changes)
+
+    def _read(self, micro_batches: Sequence[Sequence[int]]) -> _Batch:
+        clicks = self._samples.clicks([sample for part in micro_batches for sample in part])
+        starts = [0]
+        for part in micro_batches:
+            starts.append(starts[-1] + len(part))
+        first: list[int] = []
+        ids: dict[str, list[Any]] = {}
+        sizes: Counter[str] = Counter()
+        for table, bag in zip(self.spec.features, clicks.bags, strict=True):
+            first.append(sizes[table])
+            ids.setdefault(table, []).append(bag.ids.numpy())
+            sizes[table] += len(bag.ids)
+        joined: Mapping[str, Any] = {name: np.concatenate(parts) for name, parts in ids.items()}
+        return _Batch(clicks=clicks, starts=starts, first=first, ids=dict(joined))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.hybrid.fail(error)
+
+
+def _forget(task: asyncio.Task[Step]) -> None:
+    """An error that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def pool(rows: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    """The sum of each sample's rows; an empty bag is zeros."""
+    num = len(offsets) - 1
+    if len(index) == num and torch.equal(offsets, torch.arange(num + 1)):
+        return rows.index_select(0, index)  # one id each, as most features are
+    if not len(rows):
+        return rows.new_zeros(num, rows.shape[1])
+    return functional.embedding_bag(index, rows, offsets, mode="sum", include_last_offset=True)

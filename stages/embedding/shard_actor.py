@@ -1,0 +1,173 @@
+"""A shard's Ray face: letters in, letters out, beside the stages of the dense network.
+
+Path: netsim.link -> stages.embedding.shard_actor -> stages.embedding.shard_server
+
+Threads as in `stages.actor`: `net` (letters come in, in order), `control` (numbers, signs of
+life), the private event loop that the shard lives on, and a courier. The shard's uplink is
+shaped as a stage's, and its bytes are counted at its links.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+import torch
+
+from compressors import kernels
+from netsim.link import Link, LinkLike
+from netsim.loop_thread import LoopThread
+from netsim.shaper import Uplink
+from netsim.topology import Topology
+from stages.courier import Courier
+from stages.digest import source_digest
+from stages.embedding.embedding_spec import EmbeddingSpec
+from stages.embedding.shard import Shard
+from stages.embedding.shard_server import ShardServer
+from stages.remote import own_copy
+
+T = TypeVar("T")
+CLIENT = 0
+"""Stage 0 is the only client."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlace:
+    """Where a shard stands in a run."""
+
+    index: int
+    num_stages: int
+    topology: Topology
+    generation: int
+    """Of the arm's stages: frames of an earlier arm are dropped."""
+
+    life: int = 0
+    """Raised for each new process in the place of one that died."""
+
+
+class ShardActor:
+    """A process that can be a shard. Wrapped with `ray.remote` where it is used; no `async`."""
+
+    def __init__(self, index: int) -> None:
+        torch.set_num_threads(1)
+        self.index = index
+        self.troubles: list[str] = []
+        self._loop = LoopThread(
+            name=f"shard-{index}", on_error=lambda error: self.troubles.append(repr(error))
+        )
+        self._client: Any = None
+        self._server: ShardServer | None = None
+        self._link: LinkLike | None = None
+        self._generation = -1
+
+    def __repr__(self) -> str:
+        return f"EmbeddingShard(shard={self.index})"
+
+    def connect(self, client: Any) -> None:
+        """Learn the actor of stage 0."""
+        self._client = client
+
+    def setup(self, spec: EmbeddingSpec, place: ShardPlace) -> dict[str, Any]:
+        """Become an empty shard of an arm; whatever this actor was before is forgotten."""
+        self._server = self._on_loop(self._build, spec, place)
+        self._generation = place.generation
+        return {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "core": kernels.core(),
+            "store": "native" if self._server.shard.store.native else "twin",
+            "source": source_digest(),
+        }
+
+    def _build(self, spec: EmbeddingSpec, place: ShardPlace) -> ShardServer:
+        if self._link is not None:
+            self._link.close()
+        node = spec.node(place.index, place.num_stages)
+        courier = Courier(node, self.troubles.append)
+        generation = place.generation
+        link = Link(
+            place.topology.link(node, CLIENT),
+            Uplink(place.topology.uplink_bps(node)),
+            lambda frame: courier.push(self._client, CLIENT, generation, frame),
+            seed=spec.seed * 1009 + node,
+            name=f"e{place.index}->{CLIENT}",
+        )
+        self._link = link
+        shard = Shard(
+            spec.tables,
+            index=place.index,
+            tau=spec.bound,
+            seed=spec.seed,
+            capacity=spec.capacity,
+            core=spec.core,
+        )
+        return ShardServer(shard, link_to=lambda client: link, wire=spec.wire)
+
+    def deliver(self, source: int, generation: int, frame: Any) -> None:
+        """A letter of stage 0: enqueue only. What is left of an earlier arm is dropped."""
+        if self._server is not None and generation == self._generation:
+            self._loop.call_soon(self._server.on_frame, frame)
+
+    def books(self) -> dict[str, Any]:
+        """Bytes sent so far by link and kind, and the shard's numbers; counters only rise."""
+        return self._on_loop(self._books)
+
+    def _books(self) -> dict[str, Any]:
+        server, link = self._server, self._link
+        assert server is not None
+        assert link is not None
+        return {
+            "sent": {link.name: dict(link.sent)},
+            "spans": link.drain_spans(),
+            "resident_bytes": resident_bytes(),
+            "troubles": list(self.troubles),
+            **server.shard.stats(),
+        }
+
+    def rows(self, table: str) -> tuple[Any, Any]:
+        """Ids and weights of all rows of a table, by rising id: for tests and tools."""
+        return self._on_loop(self._rows, table)
+
+    def _rows(self, table: str) -> tuple[Any, Any]:
+        import numpy as np
+
+        assert self._server is not None
+        rows = self._server.shard.store[table]
+        keys = np.sort(np.concatenate([np.empty(0, np.int64), *(p.keys for p in rows.scan())]))
+        return keys, rows.lookup(keys, train=False)[0]
+
+    def ping(self) -> int:
+        """The process id, as a sign of life."""
+        return os.getpid()
+
+    def _on_loop(self, work: Callable[..., T], *args: Any) -> T:
+        async def run() -> T:
+            return work(*args)
+
+        return self._loop.submit(run()).result()
+
+
+def resident_bytes() -> int:
+    """Memory of this process, as the system counts it."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+CONCURRENCY = {"net": 1, "control": 1}
+GROUPS = {"deliver": "net", "books": "control", "ping": "control"}
+
+
+def remote_shard(index: int, *, name: str, strategy: Any = "SPREAD") -> Any:
+    """Start a shard's actor. Ray must not restart it: rows would be gone, and nobody would know."""
+    cls: Any = type("EmbeddingShard", (ShardActor,), {})
+    for method, group in GROUPS.items():
+        options: dict[str, Any] = {"concurrency_group": group}
+        if method == "deliver":
+            options |= {"num_returns": 0, "enable_task_events": False}
+        setattr(cls, method, ray.method(**options)(own_copy(getattr(ShardActor, method))))
+    decorate: Any = ray.remote
+    remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
+    return remote.options(name=name, scheduling_strategy=strategy).remote(index)

@@ -1,0 +1,133 @@
+"""Click models on real Ray: rows on shards, a dense pipeline, and a single process to compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch import Tensor, nn
+
+from ray_pipe.cluster import StageActors, nodes
+from ray_pipe.config import RunConfig
+from ray_pipe.ctr_pipeline import CtrPipeline
+from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
+from ray_pipe.models.dlrm import dlrm_blocks
+from ray_pipe.plans import optim_spec
+from ray_pipe.shards import Shards
+from stages.embedding.feed import pool
+from stages.embedding.row_store import RowStore
+from stages.loss import binary_cross_entropy
+from stages.optim import make_optimizer, set_lr
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.from_dict(
+        {
+            "task": "ctr",
+            "data.num_samples": 2000,
+            "pipeline.micro_batch_size": 64,
+            "embedding.baseline": False,
+            "embedding.capacity": "64MiB",
+            "network.bandwidth": "unlimited",
+            "codec.name": "fp32",
+            "faults.black_box": "off",
+            "steps": 12,
+            **changes,
+        }
+    )
+
+
+@contextmanager
+def pipeline_of(run: RunConfig) -> Iterator[tuple[CtrPipeline, ClickTask, CtrArm]]:
+    task = click_task(run)
+    (arm,) = ctr_arms(run, task)
+    stages, shards = run.pipeline.stages, run.embedding.shards
+    with (
+        StageActors(stages, label="ctr-test") as actors,
+        Shards(shards, label="ctr-test", nodes=nodes(), num_stages=stages) as own,
+    ):
+        yield CtrPipeline(actors, arm, shards=own, epoch_s=time.time()), task, arm
+
+
+def single_process(
+    run: RunConfig, task: ClickTask, arm: CtrArm
+) -> tuple[list[float], dict[str, Tensor], RowStore]:
+    """The same training in one process: no stages, no shards, no letters."""
+    store = RowStore(capacity="64MiB")
+    tables = {
+        table.name: store.table(
+            table.name, dim=table.dim, optimizer=table.optimizer, init=table.init, seed=run.seed
+        )
+        for table in task.tables
+    }
+    model = nn.Sequential(*dlrm_blocks(task.shape, seed=run.seed))
+    optimizer = make_optimizer(optim_spec(run), model.parameters())
+    samples: Any = task.workload.samples
+    losses = []
+    for step in range(arm.num_steps):
+        plan = arm.plan(step)
+        parts = [samples.clicks(ids) for ids in plan.micro_batches]
+        found = {
+            name: np.unique(np.concatenate([part.bags[f].ids.numpy() for part in parts]))
+            for f, name in enumerate(task.features)
+        }
+        rows = {
+            name: torch.from_numpy(tables[name].lookup(ids)[0]).requires_grad_()
+            for name, ids in found.items()
+        }
+        total, count = 0.0, sum(len(part) for part in parts)
+        for part in parts:
+            pooled = []
+            for f, name in enumerate(task.features):
+                index = torch.from_numpy(np.searchsorted(found[name], part.bags[f].ids.numpy()))
+                pooled.append(pool(rows[name], index, part.bags[f].offsets))
+            output = model(torch.cat([part.dense, *pooled], dim=1))
+            loss = binary_cross_entropy(output, part.labels)[0] / count
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        set_lr(optimizer, plan.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, ids in found.items():
+            gradient = rows[name].grad
+            assert gradient is not None
+            tables[name].apply(ids, gradient.numpy())
+    return losses, dict(model.state_dict()), store
+
+
+def test_tau_zero_on_two_shards_and_two_stages_is_a_single_process_to_the_bit(
+    cluster: None,
+) -> None:
+    run = config(**{"embedding.staleness": "0", "embedding.wire": "fp32"})
+    with pipeline_of(run) as (pipeline, task, arm):
+        losses = [records[-1].loss for records in pipeline.train()]
+        numbers = pipeline.settle_embeddings()
+        states = pipeline.state_dicts()
+        parts = [
+            {name: ray.get(handle.rows.remote(name)) for name in task.features}
+            for handle in pipeline.shards.handles
+        ]
+        pipeline.shards.settle()
+        histogram = dict(pipeline.shards.totals().staleness)
+
+    expected, weights, store = single_process(run, task, arm)
+    assert losses == expected
+    ours = [tensor for state in states for tensor in state["module"].values()]
+    assert all(torch.equal(a, b) for a, b in zip(ours, weights.values(), strict=True))
+    for name in task.features:
+        ids = np.concatenate([part[name][0] for part in parts])
+        rows = np.concatenate([part[name][1] for part in parts])
+        assert len(ids) == store[name].stats()["rows"]
+        assert np.array_equal(rows, store[name].lookup(ids, train=False)[0])
+    assert all(len(part[name][0]) for part in parts for name in ("id0", "id1"))
+    assert histogram == {0: 2 * arm.num_steps}
+    assert numbers["lost_pushes"] == 0
