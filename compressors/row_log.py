@@ -6,7 +6,8 @@ Path: compressors.buffers -> compressors.row_log -> stages.black_box
 
 An entry is what one commit changed, of every end of a stage. Replayed up to a position they give
 the rows of that moment, in the order of use. A file that holds mostly rows that were replaced
-since is written anew, and the old one stays until nobody may want to go back beyond it.
+since is written anew, and the old one stays until nobody may want to go back beyond it. Each row
+has a checksum that it keeps for life: a row that the disk has changed is refused, not copied.
 
 Nothing is forced to the disk: what was written survives the process, not the machine.
 """
@@ -28,8 +29,8 @@ from compressors.base import Buffer, Compressor, State
 from compressors.buffers import Change, Mark, RowStore, as_bytes, rows_state
 from compressors.delta import Delta
 
-MAGIC = b"RLG1"
-HEAD = struct.Struct("<4sIQI")  # magic, bytes of the list of rows, bytes of their values, crc-32
+MAGIC = b"RLG2"
+HEAD = struct.Struct("<4sIQI")  # magic, bytes of the list of rows, of their values, crc of the list
 SLACK_NBYTES = 8 << 20
 """A file may hold so many bytes more than one and a half times the rows that live in it."""
 
@@ -54,6 +55,7 @@ class _Row(NamedTuple):
     mark: Mark
     offset: int
     nbytes: int
+    crc: int
 
 
 Index = dict[str, OrderedDict[int, _Row]]
@@ -132,14 +134,9 @@ class RowLog:
 
     def _write_entry(self, listed: dict[str, list[Any]], values: list[memoryview]) -> None:
         head: bytes = msgpack.packb(listed)
-        crc = zlib.crc32(head)
-        for value in values:
-            crc = zlib.crc32(value, crc)
         num_values = sum(value.nbytes for value in values)
         start = self.position.end
-        end = write_all(
-            self._fd, [HEAD.pack(MAGIC, len(head), num_values, crc), head, *values], start
-        )
+        end = write_all(self._fd, [_head(head, num_values), head, *values], start)
         self._live_nbytes += _apply(self._index, listed, start + HEAD.size + len(head))
         self.position = Position(self.position.number, end)
 
@@ -151,18 +148,19 @@ class RowLog:
             for name, own in index.items()
         }
         head: bytes = msgpack.packb(listed)
-        crc = zlib.crc32(head)
         new = self._create(number)
         at = first = HEAD.size + len(head)
         try:
             for row in (row for own in index.values() for row in own.values()):
+                crc = 0
                 for offset in range(row.offset, row.offset + row.nbytes, COPY_NBYTES):
                     nbytes = min(COPY_NBYTES, row.offset + row.nbytes - offset)
                     piece = os.pread(old, nbytes, offset)
                     _expect(len(piece) == nbytes, "ends in the middle of a row")
                     crc = zlib.crc32(piece, crc)
                     at = write_all(new, [piece], at)
-            write_all(new, [HEAD.pack(MAGIC, len(head), at - first, crc), head], 0)
+                _expect(crc == row.crc, "has a row whose checksum is wrong")
+            write_all(new, [_head(head, at - first), head], 0)
         except BaseException:
             os.close(new)
             raise
@@ -183,6 +181,10 @@ class RowLog:
 
     def _numbers(self) -> list[int]:
         return [int(path.stem[5:]) for path in self._directory.glob("rows-*.log")]
+
+
+def _head(head: bytes, num_values: int) -> bytes:
+    return HEAD.pack(MAGIC, len(head), num_values, zlib.crc32(head))
 
 
 def write_all(fd: int, buffers: Iterable[Buffer], offset: int) -> int:
@@ -228,13 +230,13 @@ def _delta_of(codec: Compressor | None) -> Delta | None:
 def _show(change: Change) -> list[Any]:
     if change.mark is None:
         return [change.sample]
-    nbytes = 0 if change.value is None else change.value.nbytes
-    return _show_row(change.sample, _Row(change.mark, 0, nbytes))
+    value = b"" if change.value is None else as_bytes(change.value)
+    return _show_row(change.sample, _Row(change.mark, 0, len(value), zlib.crc32(value)))
 
 
 def _show_row(sample: int, row: _Row) -> list[Any]:
     mark = row.mark
-    return [sample, mark.generation, mark.visit, list(mark.shape), mark.kept, row.nbytes]
+    return [sample, mark.generation, mark.visit, list(mark.shape), mark.kept, row.nbytes, row.crc]
 
 
 def _apply(index: Index, listed: Mapping[str, Sequence[Sequence[Any]]], offset: int) -> int:
@@ -249,8 +251,9 @@ def _apply(index: Index, listed: Mapping[str, Sequence[Sequence[Any]]], offset: 
             if (before := rows.pop(sample, None)) is not None:
                 more -= before.nbytes
             if rest:
-                generation, visit, shape, kept, nbytes = rest
-                rows[sample] = _Row(Mark(generation, visit, tuple(shape), kept), offset, nbytes)
+                generation, visit, shape, kept, nbytes, crc = rest
+                mark = Mark(generation, visit, tuple(shape), kept)
+                rows[sample] = _Row(mark, offset, nbytes, crc)
                 offset += nbytes
                 more += nbytes
     return more
@@ -266,14 +269,27 @@ def _replay(file: Any, end: int) -> Index:
         magic, num_head, num_values, crc = HEAD.unpack(raw)
         _expect(magic == MAGIC and at + HEAD.size + num_head + num_values <= end, "is no row log")
         head = file.read(num_head)
-        own = zlib.crc32(head)
-        for left in range(num_values, 0, -COPY_NBYTES):
-            own = zlib.crc32(file.read(min(left, COPY_NBYTES)), own)
-        _expect(own == crc, "has an entry whose checksum is wrong")
+        _expect(zlib.crc32(head) == crc, "has an entry whose checksum is wrong")
+        listed = msgpack.unpackb(head)
         at += HEAD.size + num_head
-        _apply(index, msgpack.unpackb(head), at)
+        _expect(_check_values(file, listed) == num_values, "is no row log")
+        _apply(index, listed, at)
         at += num_values
     return index
+
+
+def _check_values(file: Any, listed: Mapping[str, Sequence[Sequence[Any]]]) -> int:
+    """Read the values of an entry, each checked; returns how many bytes they are."""
+    total = 0
+    for _, *rest in (row for own in listed.values() for row in own):
+        if rest:
+            *_, nbytes, crc = rest
+            own = 0
+            for left in range(nbytes, 0, -COPY_NBYTES):
+                own = zlib.crc32(file.read(min(left, COPY_NBYTES)), own)
+            _expect(own == crc, "has a row whose checksum is wrong")
+            total += nbytes
+    return total
 
 
 def _expect(holds: bool, trouble: str) -> None:

@@ -158,7 +158,7 @@ class CheckpointStore:
         """Those of an arm that were finished, oldest first."""
         home = self.folder.child(arm)
         found = []
-        for name in home.children():
+        for name in _names_in(home):
             folder = home.child(name)
             if is_checkpoint_name(name) and folder.has(MANIFEST):
                 try:
@@ -171,7 +171,7 @@ class CheckpointStore:
         """The newest checkpoint that is whole, and what is wrong with newer ones."""
         troubles: list[str] = []
         home = self.folder.child(arm)
-        for name in home.children():
+        for name in _names_in(home):
             if is_checkpoint_name(name) and home.child(name).has(MANIFEST):
                 try:
                     open_checkpoint(home.child(name))
@@ -231,12 +231,13 @@ class CheckpointStore:
 
 def open_checkpoint(folder: Folder) -> Checkpoint:
     """The checkpoint in a folder; refuses what is none."""
-    if not folder.has(MANIFEST):
-        raise CheckpointError(
-            f"{folder} has no {MANIFEST}, so its writing never ended; resume from the run's "
-            "folder, which finds the newest whole checkpoint."
-        )
     try:
+        folder.recover()
+        if not folder.has(MANIFEST):
+            raise CheckpointError(
+                f"{folder} has no {MANIFEST}, so its writing never ended; resume from the run's "
+                "folder, which finds the newest whole checkpoint."
+            )
         raw = folder.read(MANIFEST)
     except StorageError as error:
         raise CheckpointError(f"{error}.") from error
@@ -273,6 +274,18 @@ def newest_run(out: str) -> str | None:
         for path in Path(out).glob(f"*/checkpoints/*/{PREFIX}*/{MANIFEST}")
     ]
     return max(found)[1] if found else None
+
+
+def _names_in(home: Folder) -> list[str]:
+    """Of the folders of an arm, once a replacement that was stopped half-way is taken back."""
+    names = home.children()
+    replaced = [name.removesuffix(".old") for name in names if name.endswith(".old")]
+    try:
+        for name in replaced:
+            home.child(name).recover()
+    except StorageError as error:
+        raise CheckpointError(f"{error}.") from error
+    return home.children() if replaced else names
 
 
 def is_checkpoint_name(name: str) -> bool:

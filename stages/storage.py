@@ -8,6 +8,7 @@ know no rename; there the file that is written last (a manifest) makes the other
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
@@ -20,6 +21,9 @@ from typing import Any
 import fsspec
 
 CHUNK_NBYTES = 8 << 20
+NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+"""What a system or file system answers that cannot exchange two names."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -161,19 +165,41 @@ class Folder:
     def publish(self, aside: Folder) -> None:
         """Make `aside`, which holds the final files, this folder: by one rename where there is one.
 
-        A folder of this name from before is replaced.
+        A folder of this name from before is replaced: at every moment one of the two is there, or
+        `recover` brings the old one back.
         """
         if not self.is_local:
             return
         with self._explained(f"cannot publish {self.uri}"):
-            old = Folder(f"{self.uri}.old")
-            old.remove()
             _sync_folder(aside.path)
-            if os.path.isdir(self.path):
+            if not os.path.isdir(self.path):
+                os.rename(aside.path, self.path)
+                _sync_folder(os.path.dirname(self.path))
+                return
+            old = Folder(f"{self.uri}.old")
+            try:
+                exchange(aside.path, self.path)
+                old = aside
+            except OSError as error:
+                if error.errno not in NO_EXCHANGE:
+                    raise
+                old.remove()
                 os.rename(self.path, old.path)
-            os.rename(aside.path, self.path)
+                _sync_folder(os.path.dirname(self.path))
+                os.rename(aside.path, self.path)
             _sync_folder(os.path.dirname(self.path))
             old.remove()
+
+    def recover(self) -> None:
+        """After a machine that stopped in the middle of `publish`: put back what was there before.
+
+        Only a file system that cannot exchange two names ever needs it.
+        """
+        old = f"{self.path}.old"
+        if self.is_local and not os.path.isdir(self.path) and os.path.isdir(old):
+            with self._explained(f"cannot put {self.uri} back in its place"):
+                os.rename(old, self.path)
+                _sync_folder(os.path.dirname(self.path))
 
     def _put(self, where: str, chunks: Iterable[Any]) -> None:
         if not self.is_local:
@@ -222,6 +248,17 @@ def _why(error: OSError) -> str:
             "with --checkpoint-dir"
         )
     return (error.strerror or str(error)).lower()
+
+
+def exchange(one: str, other: str) -> None:
+    """Let two names change places, in one step that nobody can see half of. Linux has it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, "this system cannot exchange two names")
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), one)
 
 
 def _sync_folder(path: str) -> None:

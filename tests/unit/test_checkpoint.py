@@ -197,6 +197,24 @@ def test_a_kill_at_any_moment_leaves_the_last_one_to_resume_from(
     assert start.checkpoint.step == 2
 
 
+@pytest.mark.parametrize("given", ["run", "checkpoint"])
+def test_a_checkpoint_whose_replacement_was_stopped_half_way_is_found(
+    tmp_path: Path, given: str
+) -> None:
+    run = SavedRun(path=tmp_path / "demo", steps=2).train()
+    home = tmp_path / "demo" / "checkpoints" / "acsgd"
+    (home / "checkpoint_000002").rename(home / "checkpoint_000002.old")
+    (home / "checkpoint_000002.part").mkdir()
+
+    path = run.path if given == "run" else home / "checkpoint_000002"
+    store, _ = locate(str(path))
+
+    newest, troubles = store.newest("acsgd")
+    assert newest is not None
+    assert (newest.step, troubles) == (2, [])
+    assert not (home / "checkpoint_000002.old").exists()
+
+
 def test_a_mutant_that_saves_the_state_of_another_step_is_refused(tmp_path: Path) -> None:
     """As a stage would whose step was aborted before it was told to save."""
 

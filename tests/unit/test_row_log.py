@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compressors import row_log
 from compressors.base import SampleKeys
 from compressors.delta import Delta
 from compressors.entropy import Entropy
@@ -144,6 +145,35 @@ def test_a_damaged_log_is_refused(tmp_path: Path, at: int) -> None:
 
     with pytest.raises(RowLogError, match="log of rows"):
         RowLog(tmp_path).rows_at(position)
+
+
+def test_a_row_that_the_disk_has_changed_is_not_copied_to_a_new_file(tmp_path: Path) -> None:
+    """A copy with a checksum of its own would make the damage look right for ever."""
+    log = RowLog(tmp_path, slack_nbytes=4096)
+    codec = sender()
+    visit(codec, [99], seed=99)  # never visited again: every file must carry it along
+    codec.commit()
+    log.append({"out": drain(codec)})
+    with (tmp_path / "rows-0000.log").open("r+b") as file:
+        file.seek(log.position.end - 1)
+        last = file.read(1)[0]
+        file.seek(log.position.end - 1)
+        file.write(bytes([last ^ 1]))
+
+    with pytest.raises(RowLogError, match=r"has a row whose checksum is wrong; its stage goes"):
+        train(log, codec, 40)
+    assert log.position.number == 0
+
+
+def test_a_row_larger_than_a_piece_is_copied_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_log, "COPY_NBYTES", 100)
+    log = RowLog(tmp_path, slack_nbytes=4096)
+    seen = train(log, sender(), 40)
+
+    assert log.position.number > 2
+    assert same(log.rows_at(seen[-1][0])["out"], seen[-1][1])
 
 
 def test_a_log_that_is_too_short_is_refused(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from stages import storage
 from stages.storage import FileNote, Folder, StorageError
 
 
@@ -67,6 +70,97 @@ def test_a_published_folder_replaces_the_old_one_as_a_whole(folder: Folder) -> N
     assert folder.read("f") == b"new"
     parent = Folder(folder.uri.rpartition("/")[0])
     assert parent.children() == ["b"]
+
+
+class PowerCutError(BaseException):
+    """The machine stops here."""
+
+
+def calls_of_publish(monkeypatch: pytest.MonkeyPatch, *, can_exchange: bool, cut_at: int) -> None:
+    """Let the machine stop before the call number `cut_at` that changes a name."""
+    seen = 0
+    right_rename, right_exchange = os.rename, storage.exchange
+
+    def counted(work: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def call(one: str, other: str) -> None:
+            nonlocal seen
+            if seen == cut_at:
+                raise PowerCutError
+            seen += 1
+            work(one, other)
+
+        return call
+
+    def refused(one: str, other: str) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "rename", counted(right_rename))
+    monkeypatch.setattr(storage, "exchange", counted(right_exchange) if can_exchange else refused)
+
+
+def replace_and_stop(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, *, can_exchange: bool, cut_at: int
+) -> None:
+    aside = folder.aside()
+    aside.write("f", [b"old"])
+    folder.publish(aside)
+    aside.write("f", [b"new"])
+    with monkeypatch.context() as patch:
+        calls_of_publish(patch, can_exchange=can_exchange, cut_at=cut_at)
+        with contextlib.suppress(PowerCutError):
+            folder.publish(aside)
+
+
+@pytest.mark.parametrize(
+    ("can_exchange", "cut_at", "text"),
+    [
+        (True, 0, b"old"),
+        (True, 1, b"new"),
+        (False, 0, b"old"),
+        (False, 1, b"old"),  # the name is gone for a moment: `recover` brings the old one back
+        (False, 2, b"new"),
+    ],
+)
+def test_a_machine_that_stops_while_a_folder_is_replaced_leaves_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, cut_at: int, text: bytes
+) -> None:
+    folder = Folder(tmp_path / "c")
+    replace_and_stop(folder, monkeypatch, can_exchange=can_exchange, cut_at=cut_at)
+
+    folder.recover()
+
+    assert folder.read("f") == text
+    aside = folder.aside()
+    aside.remove()
+    aside.write("f", [b"newer"])
+    folder.publish(aside)
+    assert folder.read("f") == b"newer"
+    assert Folder(tmp_path).children() == ["c"]
+
+
+def test_two_names_change_places_in_one_step(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_text(name)
+
+    try:
+        storage.exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    except OSError as error:
+        pytest.skip(f"this file system cannot: {error}")
+
+    assert [(tmp_path / name / "f").read_text() for name in ("a", "b")] == ["b", "a"]
+    with pytest.raises(FileNotFoundError):
+        storage.exchange(str(tmp_path / "a"), str(tmp_path / "missing"))
+
+
+def test_recovering_a_folder_that_is_there_changes_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "c")
+    folder.write("f", [b"this"])
+    Folder(tmp_path / "c.old").write("f", [b"that"])
+
+    folder.recover()
+
+    assert folder.read("f") == b"this"
 
 
 def test_until_it_is_published_a_local_folder_is_not_there(tmp_path: Path) -> None:
