@@ -1,13 +1,15 @@
-"""Changed rows in an append-only file: what a process must leave behind to be reborn with them.
+"""Changed rows in files: what a process must leave behind to be reborn with them.
 
 Path: compressors.buffers -> compressors.row_log -> stages.black_box
 
-    rows-0001.log   [entry of step 4][entry of step 5]...   oldest first
+    rows-0001.log   [entry of step 4][entry of step 5]...   which rows changed, oldest first
+    rows.values     their values, each in a place of its own
 
-An entry is what one commit changed, of every end of a stage. Replayed up to a position they give
-the rows of that moment, in the order of use. A file that holds mostly rows that were replaced
-since is written anew, and the old one stays until nobody may want to go back beyond it. Each row
-has a checksum that it keeps for life: a row that the disk has changed is refused, not copied.
+An entry is what one commit changed, of every end of a stage: marks, and where the values lie.
+Replayed up to a position they give the rows of that moment, in the order of use. A new value never
+overwrites the one before: **the last two positions can be read**, and places of older values are
+used again, so that the file is not much larger than two steps need and its pages stay warm. A log
+that holds mostly marks that were replaced since is written anew.
 
 Nothing is forced to the disk: what was written survives the process, not the machine.
 """
@@ -28,13 +30,15 @@ import torch
 from compressors.base import Buffer, Compressor, State
 from compressors.buffers import Change, Mark, RowStore, as_bytes, rows_state
 from compressors.delta import Delta
+from compressors.row_room import Room, room_for
 
 MAGIC = b"RLG2"
-HEAD = struct.Struct("<4sIQI")  # magic, bytes of the list of rows, of their values, crc of the list
-SLACK_NBYTES = 8 << 20
-"""A file may hold so many bytes more than one and a half times the rows that live in it."""
+HEAD = struct.Struct("<4sII")  # magic, bytes of the list of rows, crc-32 of it
+SLACK_NBYTES = 1 << 20
+"""A log may hold so many bytes more than twice what the marks that live in it need."""
 
-COPY_NBYTES = 1 << 20
+MARK_NBYTES = 48
+"""About what one row takes in the log."""
 
 
 class RowLogError(ValueError):
@@ -53,9 +57,9 @@ class Position(NamedTuple):
 
 class _Row(NamedTuple):
     mark: Mark
-    offset: int
-    nbytes: int
-    crc: int
+    offset: int = 0
+    nbytes: int = 0
+    crc: int = 0
 
 
 Index = dict[str, OrderedDict[int, _Row]]
@@ -68,123 +72,149 @@ class RowLog:
         self._directory = directory
         self._slack_nbytes = slack_nbytes
         self._index: Index = {}
-        self._live_nbytes = 0
-        self._fd = -1
+        self._room = Room()
+        self._fd = self._values = -1
         self.position = Position(0, 0)
 
     def append(self, changes: Mapping[str, Sequence[Change]]) -> Position:
-        """Write what a commit changed; returns the position that includes it."""
+        """Write what a commit changed; returns the position that includes it.
+
+        From now on the position of the append before can be read, and older ones no more.
+        """
         if self._fd < 0:
             self._open(self.position.number)
-        listed = {name: [_show(change) for change in own] for name, own in changes.items() if own}
-        if listed:
-            values = [
-                as_bytes(change.value)
-                for name in listed
-                for change in changes[name]
-                if change.value is not None
-            ]
-            self._write_entry(listed, values)
-        if self.position.end > self._slack_nbytes + 3 * self._live_nbytes // 2:
-            self._compact()
+        placed: list[tuple[int, int]] = []
+        try:
+            listed = {
+                name: [_show(change, self._write_value(change, placed)) for change in own]
+                for name, own in changes.items()
+                if own
+            }
+            if listed:
+                self._write_entry(listed)
+        except BaseException:
+            for offset, nbytes in placed:
+                self._room.give_back(offset, nbytes)
+            raise
+        for old in _apply(self._index, listed):
+            self._room.give_back(old.offset, old.nbytes)
+        num_rows = sum(len(own) for own in self._index.values())
+        if self.position.end > self._slack_nbytes + 2 * MARK_NBYTES * num_rows:
+            self._write_anew()
         return self.position
 
     def rows_at(self, position: Position) -> dict[str, State]:
-        """The rows of that moment, by end, as `RowStore.load_state_dict` reads them."""
+        """The rows of that moment, by end, as `RowStore.load_state_dict` reads them, checked."""
         found: dict[str, State] = {}
-        with self._path(position.number).open("rb") as file:
-            for name, rows in _replay(file, position.end).items():
-                values = []
+        values = os.open(self._path_of_values, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            for name, rows in self._replay(position).items():
+                kept = []
                 for row in rows.values():
                     if row.mark.kept:
-                        file.seek(row.offset)
-                        raw = bytearray(row.nbytes)
-                        _expect(file.readinto(raw) == row.nbytes, "ends in the middle of a row")
-                        values.append(torch.frombuffer(raw, dtype=torch.uint8))
-                found[name] = rows_state({s: row.mark for s, row in rows.items()}, values)
+                        raw = read_all(values, row.nbytes, row.offset)
+                        _expect(zlib.crc32(raw) == row.crc, "has a row whose checksum is wrong")
+                        kept.append(torch.frombuffer(raw, dtype=torch.uint8))
+                found[name] = rows_state({s: row.mark for s, row in rows.items()}, kept)
+        finally:
+            os.close(values)
         return found
 
-    def rewind(self, position: Position) -> None:
-        """Forget what was written after `position`; what comes next is written there."""
+    def rewind(self, position: Position, *, before: Position | None = None) -> None:
+        """Forget what was written after `position`; what comes next is written there.
+
+        What was written up to `before` can still be read, until the next append.
+        """
         self.close()
-        path = self._path(position.number)
-        self._index = {}
-        if position.end:
-            with path.open("rb") as file:
-                self._index = _replay(file, position.end)
-        self._live_nbytes = sum(row.nbytes for own in self._index.values() for row in own.values())
+        self._index = self._replay(position)
+        live = _places(self._index)
+        older = _places(self._replay(before)) if before else set()
+        self._room = Room(live, end=max((at + room_for(size) for at, size in older), default=0))
         self.position = position
         for other in self._numbers():
             if other > position.number:
                 self._path(other).unlink()
         self._open(position.number)
         os.ftruncate(self._fd, position.end)
+        os.ftruncate(self._values, self._room.end)
 
     def drop_before(self, number: int) -> None:
-        """Remove files that nobody will go back to."""
+        """Remove logs that nobody will go back to."""
         for other in self._numbers():
             if other < number:
                 self._path(other).unlink()
 
     def close(self) -> None:
-        """Close the file; it stays where it is. May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the files; they stay where they are. May be called twice."""
+        for fd in (self._fd, self._values):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._values = -1
 
-    def _write_entry(self, listed: dict[str, list[Any]], values: list[memoryview]) -> None:
-        head: bytes = msgpack.packb(listed)
-        num_values = sum(value.nbytes for value in values)
-        start = self.position.end
-        end = write_all(self._fd, [_head(head, num_values), head, *values], start)
-        self._live_nbytes += _apply(self._index, listed, start + HEAD.size + len(head))
+    def _write_value(self, change: Change, placed: list[tuple[int, int]]) -> tuple[int, int]:
+        """Where the value of a change lies now, and its checksum."""
+        if change.value is None or change.mark is None:
+            return 0, 0
+        raw = as_bytes(change.value)
+        offset = self._room.take(raw.nbytes)
+        placed.append((offset, raw.nbytes))
+        write_all(self._values, [raw], offset)
+        return offset, zlib.crc32(raw)
+
+    def _write_entry(self, listed: dict[str, list[Any]]) -> None:
+        end = write_all(self._fd, _entry(listed), self.position.end)
         self.position = Position(self.position.number, end)
 
-    def _compact(self) -> None:
-        """Copy the rows that live to a new file, oldest first."""
-        old, index, number = self._fd, self._index, self.position.number + 1
+    def _write_anew(self) -> None:
+        """The marks that live in a log of their own; values stay where they are."""
         listed = {
             name: [_show_row(sample, row) for sample, row in own.items()]
-            for name, own in index.items()
+            for name, own in self._index.items()
         }
-        head: bytes = msgpack.packb(listed)
-        new = self._create(number)
-        at = first = HEAD.size + len(head)
+        number = self.position.number + 1
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        new = os.open(self._path(number), flags, 0o600)
         try:
-            for row in (row for own in index.values() for row in own.values()):
-                crc = 0
-                for offset in range(row.offset, row.offset + row.nbytes, COPY_NBYTES):
-                    nbytes = min(COPY_NBYTES, row.offset + row.nbytes - offset)
-                    piece = os.pread(old, nbytes, offset)
-                    _expect(len(piece) == nbytes, "ends in the middle of a row")
-                    crc = zlib.crc32(piece, crc)
-                    at = write_all(new, [piece], at)
-                _expect(crc == row.crc, "has a row whose checksum is wrong")
-            write_all(new, [_head(head, at - first), head], 0)
+            end = write_all(new, _entry(listed), 0)
         except BaseException:
             os.close(new)
             raise
-        os.close(old)
-        self._fd, self._index = new, {}
-        _apply(self._index, listed, first)
-        self.position = Position(number, at)
+        os.close(self._fd)
+        self._fd, self.position = new, Position(number, end)
 
-    def _create(self, number: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        return os.open(self._path(number), flags, 0o600)
+    def _replay(self, position: Position) -> Index:
+        """The index after all entries up to a position, each checked."""
+        if not position.end:
+            return {}
+        with self._path(position.number).open("rb") as file:
+            raw = file.read(position.end)
+        _expect(len(raw) == position.end, "ends in the middle of an entry")
+        index: Index = {}
+        at = 0
+        while at < position.end:
+            _expect(at + HEAD.size <= len(raw), "ends in the middle of an entry")
+            magic, length, crc = HEAD.unpack_from(raw, at)
+            head = raw[at + HEAD.size : at + HEAD.size + length]
+            _expect(magic == MAGIC and len(head) == length, "is no row log")
+            _expect(zlib.crc32(head) == crc, "has an entry whose checksum is wrong")
+            _apply(index, msgpack.unpackb(head))
+            at += HEAD.size + length
+        return index
 
     def _open(self, number: int) -> None:
-        self._fd = os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(self._path(number), flags, 0o600)
+        self._values = os.open(self._path_of_values, flags, 0o600)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"rows-{number:04d}.log"
 
+    @property
+    def _path_of_values(self) -> Path:
+        return self._directory / "rows.values"
+
     def _numbers(self) -> list[int]:
         return [int(path.stem[5:]) for path in self._directory.glob("rows-*.log")]
-
-
-def _head(head: bytes, num_values: int) -> bytes:
-    return HEAD.pack(MAGIC, len(head), num_values, zlib.crc32(head))
 
 
 def write_all(fd: int, buffers: Iterable[Buffer], offset: int) -> int:
@@ -227,69 +257,42 @@ def _delta_of(codec: Compressor | None) -> Delta | None:
     return codec
 
 
-def _show(change: Change) -> list[Any]:
+def _entry(listed: Mapping[str, Sequence[Any]]) -> list[bytes]:
+    head: bytes = msgpack.packb(listed)
+    return [HEAD.pack(MAGIC, len(head), zlib.crc32(head)), head]
+
+
+def _show(change: Change, place: tuple[int, int]) -> list[Any]:
     if change.mark is None:
         return [change.sample]
-    value = b"" if change.value is None else as_bytes(change.value)
-    return _show_row(change.sample, _Row(change.mark, 0, len(value), zlib.crc32(value)))
+    offset, crc = place
+    nbytes = 0 if change.value is None else change.value.nbytes
+    return _show_row(change.sample, _Row(change.mark, offset, nbytes, crc))
 
 
 def _show_row(sample: int, row: _Row) -> list[Any]:
     mark = row.mark
-    return [sample, mark.generation, mark.visit, list(mark.shape), mark.kept, row.nbytes, row.crc]
+    shape = list(mark.shape)
+    return [sample, mark.generation, mark.visit, shape, mark.kept, row.offset, row.nbytes, row.crc]
 
 
-def _apply(index: Index, listed: Mapping[str, Sequence[Sequence[Any]]], offset: int) -> int:
-    """Bring an index up to date with an entry whose values begin at `offset`.
-
-    Returns how many bytes of rows live more than before.
-    """
-    more = 0
+def _apply(index: Index, listed: Mapping[str, Sequence[Sequence[Any]]]) -> list[_Row]:
+    """Bring an index up to date with an entry; returns the rows that had values and are no more."""
+    gone = []
     for name, own in listed.items():
         rows = index.setdefault(name, OrderedDict())
         for sample, *rest in own:
-            if (before := rows.pop(sample, None)) is not None:
-                more -= before.nbytes
+            if (before := rows.pop(sample, None)) is not None and before.nbytes:
+                gone.append(before)
             if rest:
-                generation, visit, shape, kept, nbytes, crc = rest
-                mark = Mark(generation, visit, tuple(shape), kept)
-                rows[sample] = _Row(mark, offset, nbytes, crc)
-                offset += nbytes
-                more += nbytes
-    return more
+                generation, visit, shape, kept, *place = rest
+                rows[sample] = _Row(Mark(generation, visit, tuple(shape), kept), *place)
+    return gone
 
 
-def _replay(file: Any, end: int) -> Index:
-    """The index after all entries up to `end`, each checked."""
-    index: Index = {}
-    at = 0
-    while at < end:
-        raw = file.read(HEAD.size)
-        _expect(len(raw) == HEAD.size, "ends in the middle of an entry")
-        magic, num_head, num_values, crc = HEAD.unpack(raw)
-        _expect(magic == MAGIC and at + HEAD.size + num_head + num_values <= end, "is no row log")
-        head = file.read(num_head)
-        _expect(zlib.crc32(head) == crc, "has an entry whose checksum is wrong")
-        listed = msgpack.unpackb(head)
-        at += HEAD.size + num_head
-        _expect(_check_values(file, listed) == num_values, "is no row log")
-        _apply(index, listed, at)
-        at += num_values
-    return index
-
-
-def _check_values(file: Any, listed: Mapping[str, Sequence[Sequence[Any]]]) -> int:
-    """Read the values of an entry, each checked; returns how many bytes they are."""
-    total = 0
-    for _, *rest in (row for own in listed.values() for row in own):
-        if rest:
-            *_, nbytes, crc = rest
-            own = 0
-            for left in range(nbytes, 0, -COPY_NBYTES):
-                own = zlib.crc32(file.read(min(left, COPY_NBYTES)), own)
-            _expect(own == crc, "has a row whose checksum is wrong")
-            total += nbytes
-    return total
+def _places(index: Index) -> set[tuple[int, int]]:
+    rows = (row for own in index.values() for row in own.values())
+    return {(row.offset, row.nbytes) for row in rows if row.nbytes}
 
 
 def _expect(holds: bool, trouble: str) -> None:

@@ -1,7 +1,7 @@
 """A stage's black box: what it needs to be reborn, kept outside its process.
 
     <folder>/stage-1/slot-0, slot-1   weights, optimizer, small state of two steps, in turn
-                     rows-0001.log    rows that the steps changed (compressors.row_log)
+                     rows-0001.log, rows.values   rows that the steps changed (compressors.row_log)
                      lock             held by the process whose box this is
 
 After each commit the stage writes the step's image into the older of two slots: first the slot
@@ -90,7 +90,7 @@ class BlackBox:
             for step in self.steps():
                 self._positions[step] = _position(self._notes(self._slot_of(step))[0])
             if self._positions:
-                self._log.rewind(self._positions[max(self._positions)])
+                self._rewind_log()
         except (BoxError, RowLogError, OSError):
             self.clear()  # damaged: as good as none
 
@@ -162,13 +162,13 @@ class BlackBox:
     def rewind(self, step: int) -> None:
         """Forget what came after `step`: the stage goes on from there."""
         self._refuse_if_closed()
-        position = _position(self._notes(self._slot_of(step))[0])
+        self._slot_of(step)
         for slot in (0, 1):
             mark = self._mark(slot)
             if mark is not None and mark[0] > step:
                 os.pwrite(self._slots[slot], bytes(MARK.size), 0)
                 self._positions.pop(mark[0], None)
-        self._log.rewind(position)
+        self._rewind_log()
 
     def clear(self) -> None:
         """Forget everything: the next image must hold all rows."""
@@ -197,6 +197,12 @@ class BlackBox:
             self.folder.parent.rmdir()  # the last one out; fails while others are there
         except OSError:
             return
+
+    def _rewind_log(self) -> None:
+        """To the newest step that is left; the one before can be read until the next write."""
+        *older, newest = sorted(self._positions)
+        before = self._positions[older[-1]] if older else None
+        self._log.rewind(self._positions[newest], before=before)
 
     def _mark(self, slot: int) -> tuple[int, int, int] | None:
         """Step, bytes of the notes and checksum of a slot; None if it is empty or half written."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from torch import Tensor
 
-from compressors import row_log
 from compressors.base import SampleKeys
+from compressors.buffers import Change, Mark
 from compressors.delta import Delta
 from compressors.entropy import Entropy
 from compressors.identity import Identity
@@ -59,14 +66,104 @@ def train(log: RowLog, codec: Delta, steps: int, *, seed: int = 0, samples: int 
     return seen
 
 
-def test_the_log_gives_back_the_rows_of_every_step(tmp_path: Path) -> None:
-    log = RowLog(tmp_path)
-    seen = train(log, sender(), 12)
+def test_the_log_gives_back_the_rows_of_the_last_two_steps_at_any_time(tmp_path: Path) -> None:
+    log, codec = RowLog(tmp_path), sender()
+    before = None
+    for step in range(12):
+        ((position, state),) = train(log, codec, 1, seed=step)
+        reader = RowLog(tmp_path)
 
-    reader = RowLog(tmp_path)
-
-    for position, state in seen:
         assert same(reader.rows_at(position)["out"], state)
+        if before is not None:
+            assert same(reader.rows_at(before[0])["out"], before[1])
+        before = position, state
+
+
+def test_values_take_the_places_of_values_that_nobody_can_go_back_to(tmp_path: Path) -> None:
+    log = RowLog(tmp_path)
+    row, samples = 3 * 32 * 2, 12
+
+    train(log, sender(), 200, samples=samples)
+
+    assert (tmp_path / "rows.values").stat().st_size <= (samples + 2 * 4) * row
+
+
+class InPlace(RowLog):
+    """Mutant: a new value may take the place of the one that it replaces."""
+
+    def append(self, changes: Mapping[str, Sequence[Change]]) -> Position:
+        for name, own in changes.items():
+            for change in own:
+                if (row := self._index.get(name, {}).get(change.sample)) is not None:
+                    self._room.give_back(row.offset, row.nbytes)
+        return super().append(changes)
+
+
+def test_mutant_a_value_written_over_its_predecessor_loses_the_step_before(tmp_path: Path) -> None:
+    log = InPlace(tmp_path)
+    older = train(log, sender(), 8, samples=4)[-2][0]
+
+    with pytest.raises(RowLogError, match="row whose checksum"):
+        log.rows_at(older)
+
+
+class Logged(RuleBasedStateMachine):
+    """A log against a plain dictionary: whatever happens, the last two steps can be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.log = RowLog(self.folder, slack_nbytes=500)
+        self.kept: list[tuple[Position, dict[int, Tensor]]] = [(Position(0, 0), {})]
+        self.visit = 0
+
+    @rule(samples=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0, 3, 70, 5000]))))
+    def commit(self, samples: list[tuple[int, int]]) -> None:
+        rows = dict(self.kept[-1][1])
+        changes = []
+        for sample, length in samples:
+            rows.pop(sample, None)
+            self.visit += 1
+            if not length:
+                changes.append(Change(sample, None, None))
+                continue
+            rows[sample] = torch.full((length,), self.visit % 251, dtype=torch.uint8)
+            changes.append(Change(sample, Mark(1, self.visit, (length,)), rows[sample]))
+        self.kept = [self.kept[-1], (self.log.append({"in": changes}), rows)]
+        self.log.drop_before(min(position.number for position, _ in self.kept))
+
+    @rule()
+    def reopen(self) -> None:
+        self.log.close()
+        self.log = RowLog(self.folder, slack_nbytes=500)
+        before = self.kept[-2][0] if len(self.kept) > 1 else None
+        self.log.rewind(self.kept[-1][0], before=before)
+
+    @rule()
+    def go_back(self) -> None:
+        self.kept = self.kept[:1]
+        self.log.rewind(self.kept[-1][0])
+
+    @invariant()
+    def the_last_two_can_be_read(self) -> None:
+        for position, rows in self.kept:
+            state = self.log.rows_at(position).get("in") if position.end else None
+            found = {} if state is None else rows_of(state)
+            assert list(found) == list(rows)
+            assert all(torch.equal(found[sample], row) for sample, row in rows.items())
+
+    def teardown(self) -> None:
+        self.log.close()
+        shutil.rmtree(self.folder)
+
+
+def rows_of(state: dict) -> dict[int, Tensor]:
+    lengths = state["dims"].tolist()
+    return dict(zip(state["ids"].tolist(), state["values"].split(lengths), strict=True))
+
+
+TestLogged = Logged.TestCase
+TestLogged.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def test_evictions_and_the_order_of_use_come_back(tmp_path: Path) -> None:
@@ -88,25 +185,24 @@ def test_an_aborted_step_leaves_nothing_in_the_journal() -> None:
     assert drain(codec) == []
 
 
-def test_a_log_full_of_replaced_rows_is_written_anew_and_says_the_same(tmp_path: Path) -> None:
-    log = RowLog(tmp_path, slack_nbytes=4096)
-    seen = train(log, sender(), 40)
+def test_a_log_full_of_replaced_marks_is_written_anew_and_says_the_same(tmp_path: Path) -> None:
+    log = RowLog(tmp_path, slack_nbytes=256)
+    seen = train(log, sender(), 60)
     numbers = sorted({position.number for position, _ in seen})
 
     assert len(numbers) > 2
-    for position, state in seen:
-        assert same(log.rows_at(position)["out"], state)  # old files stay until dropped
+    for position, state in seen[-2:]:
+        assert same(log.rows_at(position)["out"], state)  # old logs stay until dropped
     log.drop_before(seen[-1][0].number)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2
     assert same(log.rows_at(seen[-1][0])["out"], seen[-1][1])
-    assert seen[-1][0].end < 4096 + 3 * 12 * 200
+    assert seen[-1][0].end < 256 + 3 * 12 * 48
 
 
 def test_a_log_rewound_goes_on_as_if_nothing_had_been_written_after(tmp_path: Path) -> None:
-    log = RowLog(tmp_path, slack_nbytes=2048)
+    log = RowLog(tmp_path, slack_nbytes=256)
     codec = sender()
-    seen = train(log, codec, 20)
-    position, state = seen[9]
+    position, state = train(log, codec, 20)[-2]
 
     log.rewind(position)
     again = sender()
@@ -114,9 +210,51 @@ def test_a_log_rewound_goes_on_as_if_nothing_had_been_written_after(tmp_path: Pa
     assert drain(again) == []
     later = train(log, again, 10, seed=7)
 
-    for where, then in later:
+    for where, then in later[-2:]:
         assert same(log.rows_at(where)["out"], then)
-    assert max(int(path.stem[5:]) for path in tmp_path.iterdir()) == log.position.number
+    numbers = [int(path.stem[5:]) for path in tmp_path.glob("rows-*.log")]
+    assert max(numbers) == log.position.number
+
+
+def test_a_log_opened_again_can_still_go_back_one_step(tmp_path: Path) -> None:
+    (older, state), (newest, _) = train(RowLog(tmp_path), sender(), 12)[-2:]
+
+    log = RowLog(tmp_path)
+    log.rewind(newest, before=older)
+
+    assert same(log.rows_at(older)["out"], state)
+
+
+def test_mutant_a_log_opened_without_regard_for_the_step_before_loses_it(tmp_path: Path) -> None:
+    (older, _), (newest, _) = train(RowLog(tmp_path), sender(), 12, samples=4)[-2:]
+
+    log = RowLog(tmp_path)
+    log.rewind(newest)
+    train(log, sender(), 1, samples=4)
+
+    with pytest.raises(RowLogError):
+        log.rows_at(older)
+
+
+def test_a_full_disk_loses_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, codec = RowLog(tmp_path), sender()
+    ((position, state),) = train(log, codec, 1)
+    visit(codec, [1, 2, 3, 4], seed=9)
+    codec.commit()
+    journal, room = drain(codec), log._room.end
+    with monkeypatch.context() as full:
+        full.setattr(log, "_write_entry", no_space)
+        with pytest.raises(OSError, match="No space"):
+            log.append({"out": journal})
+
+    assert same(log.rows_at(position)["out"], state)
+    after = log.append({"out": journal})
+    assert same(log.rows_at(after)["out"], codec.state_dict())
+    assert log._room.end <= room + 4 * 3 * 32 * 2
+
+
+def no_space(listed: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_mutant_a_log_that_is_not_cut_off_after_a_rewind_is_caught(
@@ -147,33 +285,16 @@ def test_a_damaged_log_is_refused(tmp_path: Path, at: int) -> None:
         RowLog(tmp_path).rows_at(position)
 
 
-def test_a_row_that_the_disk_has_changed_is_not_copied_to_a_new_file(tmp_path: Path) -> None:
-    """A copy with a checksum of its own would make the damage look right for ever."""
-    log = RowLog(tmp_path, slack_nbytes=4096)
-    codec = sender()
-    visit(codec, [99], seed=99)  # never visited again: every file must carry it along
-    codec.commit()
-    log.append({"out": drain(codec)})
-    with (tmp_path / "rows-0000.log").open("r+b") as file:
-        file.seek(log.position.end - 1)
-        last = file.read(1)[0]
-        file.seek(log.position.end - 1)
-        file.write(bytes([last ^ 1]))
+def test_a_damaged_value_is_refused(tmp_path: Path) -> None:
+    position = train(RowLog(tmp_path), sender(), 3)[-1][0]
+    path = tmp_path / "rows.values"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    raw[0] ^= 1
+    path.write_bytes(raw)
 
-    with pytest.raises(RowLogError, match=r"has a row whose checksum is wrong; its stage goes"):
-        train(log, codec, 40)
-    assert log.position.number == 0
-
-
-def test_a_row_larger_than_a_piece_is_copied_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_log, "COPY_NBYTES", 100)
-    log = RowLog(tmp_path, slack_nbytes=4096)
-    seen = train(log, sender(), 40)
-
-    assert log.position.number > 2
-    assert same(log.rows_at(seen[-1][0])["out"], seen[-1][1])
+    with pytest.raises(RowLogError, match="row whose checksum"):
+        RowLog(tmp_path).rows_at(position)
 
 
 def test_a_log_that_is_too_short_is_refused(tmp_path: Path) -> None:
