@@ -5,31 +5,23 @@
 
 Costs as in the spec's reference: compute U(1, 1.1), the model takes 0.1 on an uplink, latency
 0.02. The classes are those that run in earnest; only compute and tensors are priced. With
-`--loss` a small quadratic is trained as well and the loss of the mean model is shown.
+`--loss` a small network is trained as well and the loss of the mean model is shown.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from typing import Any
 
-import torch
 from bench import arguments, markdown, write
 
 from netsim.clock import run_virtual
-from netsim.topology import Topology
-from stages.sync.fleet import Fleet, num_nodes
-from stages.sync.priced import PRICED_WIRE, PricedCoder, scaled_wire
-from stages.sync.problems import ComputeTime, Priced, Quadratic
-from stages.sync.slowness import draw, parse_slow, slow_factor
+from stages.sync.fleet import Fleet
 from stages.sync.strategies import SyncSpec
+from stages.sync.trial import Costs, make_fleet, run_trial
 
-MODEL_NBYTES = 1_000_000
-TRANSFER_S = 0.1
-LATENCY_S = 0.02
-DIM = 32
+COSTS = Costs()
 
 STRATEGIES = {
     "all-reduce, ring": SyncSpec(name="allreduce"),
@@ -47,79 +39,20 @@ STRATEGIES = {
 }
 
 
-def compute_time(num: int, slow: str, seed: int) -> ComputeTime:
-    causes = parse_slow(slow, num_replicas=num)
-
-    def compute_s(replica: int, k: int) -> float:
-        factor = slow_factor(causes, replica, k, seed=seed)
-        return factor * (1.0 + 0.1 * draw(seed, replica, k, "base"))
-
-    return compute_s
-
-
-def make_fleet(sync: SyncSpec, num: int, slow: str, *, seed: int, loss: bool, watch: Any) -> Fleet:
-    compute_s = compute_time(num, slow, seed)
-    rate_bps = 8 * MODEL_NBYTES / TRANSFER_S
-    topology = Topology.uniform(num_nodes(num), bandwidth_bps=rate_bps, latency_s=LATENCY_S)
-    if not loss:
-        return Fleet(
-            sync=sync,
-            trainers=[Priced(r, compute_s=compute_s) for r in range(num)],
-            topology=topology,
-            wire=PRICED_WIRE,
-            coder_of=lambda: PricedCoder(MODEL_NBYTES),
-            on_step=watch,
-        )
-    start = torch.zeros(DIM, dtype=torch.float64)
-    trainers = [
-        Quadratic(
-            r, start=start, optimum=torch.ones_like(start), lr=0.02, noise=0.5,
-            compute_s=compute_s, seed=seed,
-        )
-        for r in range(num)
-    ]  # fmt: skip
-    wire = scaled_wire(MODEL_NBYTES / (8 * DIM))
-    return Fleet(sync=sync, trainers=trainers, topology=topology, wire=wire, on_step=watch)
-
-
 def measure(sync: SyncSpec, num: int, slow: str, seconds: float, *, seed: int, loss: bool) -> Any:
     """One run; time per iteration is that of the median replica."""
-    iteration = [0] * num
-    gap = 0
-
-    def watch(replica: int, k: int) -> None:
-        nonlocal gap
-        iteration[replica] = k
-        if k % 8 == 0:
-            gap = max(gap, max(iteration) - min(iteration))
-
-    async def main() -> Fleet:
-        fleet = make_fleet(sync, num, slow, seed=seed, loss=loss, watch=watch)
-        await fleet.run_for(seconds)
-        return fleet
-
-    fleet = run_virtual(main())
-    replicas = fleet.replicas.values()
-    steps = statistics.median(replica.num_run for replica in replicas)
-    waits: dict[str, float] = {}
-    for replica in replicas:
-        for cause, waited_s in replica.waited.items():
-            waits[cause] = waits.get(cause, 0.0) + waited_s / num
-    generator = fleet.generator.generator.stats() if fleet.generator else {}
-    result: dict[str, Any] = {
-        "iteration_s": seconds / steps,
-        "slowest_iteration_s": seconds / max(1, min(replica.num_run for replica in replicas)),
-        "largest_gap": gap,
-        "skipped": sum(replica.num_skipped for replica in replicas),
-        "waited_s": waits,
-        "mb_per_iteration": fleet.nbytes() / 1e6 / sum(r.num_run for r in replicas),
-        "control_share": fleet.nbytes("control") / max(1, fleet.nbytes()),
-        "generator": generator,
+    trial = run_trial(sync, num_replicas=num, slow=slow, seconds=seconds, seed=seed, train=loss)
+    return {
+        "iteration_s": trial.iteration_s,
+        "slowest_iteration_s": trial.slowest_iteration_s,
+        "largest_gap": trial.largest_gap,
+        "skipped": trial.num_skipped,
+        "waited_s": trial.waited_s,
+        "mb_per_iteration": trial.nbytes_per_iteration / 1e6,
+        "control_share": trial.control_share,
+        "generator": trial.groups,
+        "loss": trial.final_loss,
     }
-    if loss:
-        mean = torch.stack([replica.trainer.x for replica in replicas]).mean(0)  # type: ignore[attr-defined]
-        result["loss"] = float((mean - 1).pow(2).sum() / 2)
-    return result
 
 
 def table(args: Any) -> dict[str, Any]:
@@ -162,7 +95,7 @@ def scale(sizes: list[int], num_steps: int) -> list[dict[str, float]]:
 
         async def main(num: int = num) -> Fleet:
             sync = SyncSpec(name="ripples")
-            fleet = make_fleet(sync, num, "2:4x", seed=0, loss=False, watch=None)
+            fleet = make_fleet(sync, num, COSTS, COSTS.compute_time(num, "2:4x", 0))
             await fleet.run(num_steps)
             return fleet
 

@@ -1,0 +1,247 @@
+"""`python -m ray_pipe.compare_sync`: one training job under every way to keep replicas together.
+
+Homogeneous and with a straggler, in virtual time for any number of replicas (`--replicas 16,256`),
+with `--real` also on Ray for four. Shows a table, and leaves `compare_sync.json` and
+`compare_sync.png` (loss against time). `python -m ray_pipe.compare-sync` is the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from netsim.units import UnitError, parse_bandwidth, parse_duration, parse_size
+from ray_pipe.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from stages.sync.strategies import SyncSpec
+    from stages.sync.trial import Costs, Trial
+
+DONE, REFUSED, STOPPED = 0, 2, 130
+BASE = "all-reduce"
+EQUAL = "homogeneous"
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    BASE: {"name": "allreduce"},
+    "all-reduce, direct": {"name": "allreduce", "route": "direct"},
+    "quantized-adam": {"name": "quantized-adam"},
+    "local, 8 steps": {
+        "name": "local", "local_steps": 8, "outer_lr": 1.0, "outer_momentum": 0.0,
+    },
+    "diloco, 8 steps": {"name": "local", "local_steps": 8},
+    "ripples, ruler": {"name": "ripples", "groups": "ruler"},
+    "ripples": {"name": "ripples"},
+    "ripples, pairs": {"name": "ripples", "group_size": 2},
+    "ad-psgd": {"name": "ad-psgd"},
+    "hop": {"name": "hop"},
+    "hop, backup 1": {"name": "hop", "backup_workers": 1},
+    "hop, stale 5": {"name": "hop", "staleness": 5},
+    "hop, skip 8": {"name": "hop", "backup_workers": 1, "skip": 8, "max_gap": 8},
+}  # fmt: skip
+"""Every strategy with the options that are worth comparing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One strategy with so many replicas, among equals and with a straggler."""
+
+    strategy: str
+    num_replicas: int
+    is_real: bool
+    cases: Mapping[str, Trial]
+
+
+def main(
+    argv: Sequence[str] | None = None, *, out: TextIO | None = None, err: TextIO | None = None
+) -> int:
+    """The command; 0 done, 2 refused, 130 stopped."""
+    out, err = out or sys.stdout, err or sys.stderr
+    args = _parser().parse_args(argv)
+    try:
+        plan = Plan.of(args)
+        rows = list(plan.run(err))
+    except (ConfigError, UnitError, ValueError) as error:
+        err.write(f"error: {error}\n")
+        return REFUSED
+    except KeyboardInterrupt:
+        err.write("stopped\n")
+        return STOPPED
+    from ray_pipe.compare_sync_view import as_json, show_table, write_figure
+
+    text = as_json(rows, plan)
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "compare_sync.json").write_text(text + "\n", encoding="utf-8")
+    write_figure(folder / "compare_sync.png", rows, straggler=plan.slow)
+    if args.json:
+        out.write(text + "\n")
+    else:
+        show_table(rows, straggler=plan.slow, out=out)
+        out.write(f"{folder / 'compare_sync.png'}: loss against time\n")
+        out.write(f"{folder / 'compare_sync.json'}: these numbers\n")
+    return DONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to compare, checked before anything runs."""
+
+    strategies: Mapping[str, SyncSpec]
+    sizes: tuple[int, ...]
+    slow: str
+    seconds: float
+    costs: Costs
+    seed: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Plan:
+        """Refuses what cannot work, with the way out."""
+        from compressors.registry import CodecSpec
+        from stages.sync.slowness import parse_slow
+        from stages.sync.strategies import SyncSpec, check_spec
+        from stages.sync.trial import Costs
+
+        codec = CodecSpec(name=args.codec, bits=args.bits)
+        coded = CodecSpec(name="directq", bits=4) if args.codec == "fp32" else codec
+        found = {
+            name: SyncSpec(
+                **STRATEGIES[name],
+                codec=coded if name == "quantized-adam" else codec,
+                seed=args.seed,
+            )
+            for name in _chosen(args.only)
+        }
+        sizes = _sizes(args.replicas)
+        for num in sizes:
+            parse_slow(args.slow, num_replicas=num)
+        fitting = {
+            name: replace(spec, group_size=min(spec.group_size, *sizes))
+            for name, spec in found.items()
+        }
+        for spec in fitting.values():
+            for num in sizes:
+                check_spec(spec, num)
+        seconds = parse_duration(args.seconds)
+        costs = Costs(
+            step_s=parse_duration(args.step),
+            model_nbytes=parse_size(args.model_size),
+            bandwidth_bps=parse_bandwidth(args.bandwidth),
+            latency_s=parse_duration(args.latency),
+        )
+        if costs.step_s <= 0 or seconds < 10 * costs.step_s:
+            raise ConfigError(
+                f"--seconds {args.seconds} is less than ten steps of {args.step}: nothing would "
+                f"be seen; give {10 * max(costs.step_s, 0.001):g}s or more, or a shorter --step"
+            )
+        return cls(
+            strategies=fitting, sizes=sizes, slow=args.slow, seconds=seconds, costs=costs,
+            seed=args.seed,
+        )  # fmt: skip
+
+    @property
+    def cases(self) -> dict[str, str]:
+        """What replicas are slowed by, by name."""
+        return {EQUAL: "", self.slow: self.slow}
+
+    def run(self, err: TextIO) -> Iterator[Row]:
+        """One row after the other; tells on `err` what it is at."""
+        from stages.sync.trial import run_trial
+
+        total, count = len(self.sizes) * len(self.strategies) * len(self.cases), 0
+        for num in self.sizes:
+            for name, sync in self.strategies.items():
+                trials = {}
+                for case, slow in self.cases.items():
+                    count += 1
+                    _say(err, f"[{count}/{total}] {name}, {num} replicas, {case} ...")
+                    start = time.perf_counter()
+                    trial = trials[case] = run_trial(
+                        sync, num_replicas=num, slow=slow, seconds=self.seconds,
+                        costs=self.costs, seed=self.seed,
+                    )  # fmt: skip
+                    took_s = time.perf_counter() - start
+                    _say(
+                        err,
+                        f"[{count}/{total}] {name}, {num} replicas, {case}: "
+                        f"{trial.iteration_s:.2f} s an iteration, loss {trial.final_loss:.3f} "
+                        f"(took {took_s:.1f} s)",
+                        is_final=True,
+                    )
+                yield Row(strategy=name, num_replicas=num, is_real=False, cases=trials)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {
+            "seconds": self.seconds, "slow": self.slow, "seed": self.seed,
+            "costs": asdict(self.costs),
+        }  # fmt: skip
+
+
+def _say(err: TextIO, text: str, *, is_final: bool = False) -> None:
+    """Progress: on a terminal each line replaces what it announced, elsewhere only results."""
+    if err.isatty():
+        err.write(f"\r\x1b[K{text}" + ("\n" if is_final else ""))
+    elif is_final:
+        err.write(text + "\n")
+    err.flush()
+
+
+def _chosen(only: str) -> list[str]:
+    if not only:
+        return list(STRATEGIES)
+    found = [BASE]
+    for word in (part.strip() for part in only.split(";")):
+        if word not in STRATEGIES:
+            raise ConfigError(
+                f"--only {word!r} is none of the strategies compared"
+                f"{nearest(word, STRATEGIES)} Known are: {'; '.join(STRATEGIES)}"
+            )
+        found += [word] if word not in found else []
+    return found
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--replicas {text!r} is not understood: give numbers joined by commas, as 16,256"
+        ) from None
+    if min(sizes) < 4 or max(sizes) > 2000:
+        raise ConfigError(
+            f"--replicas {text!r}: give numbers from 4 (Hop's graph has three neighbours) to 2000"
+        )
+    return sizes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ray_pipe.compare_sync",
+        description="The same training job under every way to keep replicas together, among "
+        "equals and with a straggler, in virtual time: a table, and loss against time.",
+    )
+    parser.add_argument(
+        "--replicas", default="16", help="how many, from 4 to 2000; several as 16,256,1000"
+    )
+    parser.add_argument("--slow", default="2:4x", help="the straggler: 2:4x, random:6x@0.06, …")
+    parser.add_argument("--seconds", default="120s", help="virtual time of each trial")
+    parser.add_argument("--step", default="1s", help="computing of one step, up to 10 %% more")
+    parser.add_argument("--model-size", default="1MB", help="of the model on the wire, in fp32")
+    parser.add_argument("--bandwidth", default="80Mbps", help="of every replica's uplink")
+    parser.add_argument("--latency", default="20ms", help="of every link")
+    parser.add_argument("--codec", default="fp32", help="of what replicas send, such as directq")
+    parser.add_argument("--bits", type=int, default=4, help="of --codec")
+    parser.add_argument("--only", default="", help="some strategies, joined by ';'")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="runs/compare-sync", help="folder for picture and JSON")
+    parser.add_argument("--json", action="store_true", help="print the JSON, not the table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Strategies tried out in virtual time: costs, curves, and the computed clock of lock-step ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from compressors.registry import CodecSpec
+from stages.sync import trial as trials
+from stages.sync.slowness import SlownessError
+from stages.sync.strategies import SyncSpec, SyncSpecError
+from stages.sync.trial import Costs, Trial, reduce_s, run_trial
+
+RING = SyncSpec()
+LOCAL = SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0)
+ADAM = SyncSpec(name="quantized-adam", warmup=4)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [RING, replace(RING, route="direct"), LOCAL, replace(LOCAL, outer_lr=0.7), ADAM],
+    ids=["ring", "direct", "local", "diloco", "adam"],
+)
+@pytest.mark.parametrize("slow", ["", "2:4x", "random:6x@0.1"])
+def test_the_computed_clock_is_the_simulated_one(
+    sync: SyncSpec, slow: str, monkeypatch: Any
+) -> None:
+    simulated = run_trial(sync, num_replicas=6, slow=slow, seconds=40)
+    monkeypatch.setattr(trials, "LETTERS", 1)
+    computed = run_trial(sync, num_replicas=6, slow=slow, seconds=40)
+    at = [(now, loss) for now, loss in computed.curve if now < 40]
+
+    assert computed.is_computed
+    assert not simulated.is_computed
+    assert len(at) > 2
+    for now, loss in at[1:]:  # the same loss at the next sample of the simulated curve
+        seen = next(there for when, there in simulated.curve if when >= now + 0.01)
+        assert seen == pytest.approx(loss, rel=0.05 if sync.name == "local" else 1e-5)
+
+
+def test_mutant_a_ring_without_its_latencies_is_not_the_simulated_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(trials, "reduce_s", lambda *args, **options: 0.0)
+    with pytest.raises(AssertionError):
+        test_the_computed_clock_is_the_simulated_one(RING, "", monkeypatch)
+
+
+def test_an_all_reduce_takes_what_its_letters_take() -> None:
+    costs = Costs(model_nbytes=1_000_000, bandwidth_bps=80e6, latency_s=0.02)
+
+    assert reduce_s(RING, 16, costs) == pytest.approx(30 * (0.1 / 16 + 0.02))
+    assert reduce_s(replace(RING, route="direct"), 16, costs) == pytest.approx(
+        2 * (15 * 0.1 / 16 + 0.02)
+    )
+    coded = replace(RING, codec=CodecSpec(name="directq", bits=4))
+    assert reduce_s(coded, 16, costs) < 30 * (0.15 * 0.1 / 16 + 0.02)
+
+
+def test_costs_alone_take_the_same_time_as_training() -> None:
+    sync = SyncSpec(name="ripples", group_size=2)
+    trained = run_trial(sync, num_replicas=8, slow="2:4x", seconds=40)
+    priced = run_trial(sync, num_replicas=8, slow="2:4x", seconds=40, train=False)
+
+    assert priced.curve == ()
+    assert priced.final_loss is None
+    assert priced.iteration_s == pytest.approx(trained.iteration_s, rel=0.05)
+
+
+def test_a_run_learns_and_tells_where_it_waited() -> None:
+    trial = run_trial(SyncSpec(name="hop"), num_replicas=8, slow="2:4x", seconds=60)
+
+    assert trial.curve[0] == (0.0, pytest.approx(0.69, abs=0.05))
+    assert trial.curve[-1][0] == 60.0
+    assert trial.final_loss is not None
+    assert trial.final_loss < 0.5
+    assert max(trial.waited_s, key=trial.waited_s.__getitem__) == "updates"
+
+
+def test_when_a_loss_is_reached_is_read_between_points() -> None:
+    trial = Trial(
+        num_replicas=2, slow="", seconds=4, iteration_s=1, slowest_iteration_s=1,
+        curve=((0.0, 1.0), (2.0, 0.8), (4.0, 0.4)),
+    )  # fmt: skip
+
+    assert trial.reaches(0.9) == pytest.approx(1.0)
+    assert trial.reaches(0.6) == pytest.approx(3.0)
+    assert trial.reaches(0.3) is None
+    assert trial.reaches(1.5) == 0.0
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(SyncSpecError, match="group_size is 4, there are 3 replicas"):
+        run_trial(SyncSpec(name="ripples"), num_replicas=3)
+    with pytest.raises(SlownessError, match="there is no replica 7"):
+        run_trial(RING, num_replicas=4, slow="7:4x")
