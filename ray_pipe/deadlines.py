@@ -4,16 +4,17 @@ A wait inside a step is never longer than the step. So once some steps have been
 several steps is a fault and not slowness: a process that stopped, a frame that nobody has. The
 limit follows the median of the latest steps and how far they vary (median absolute deviation),
 so that neither one slow step nor a first epoch of large frames moves it for good. Short waits are
-forgiven up to a floor, which rises with the load of the machine: where ten threads want each core,
-a process that is well may be silent for ten times as long.
+forgiven up to a floor, which rises with the load of the busiest machine: where ten threads want
+each core, a process that is well may be silent for ten times as long.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from statistics import median
+
+from stages.crowding import crowding
 
 WINDOW = 32
 MIN_STEPS = 3
@@ -25,11 +26,6 @@ DEVIATIONS = 10.0
 
 CEILING_STEPS = 10.0
 STRETCH = 2.0
-
-
-def crowding() -> float:
-    """Threads that want to run for each core of this machine, over the last minute; at least 1."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Deadlines:

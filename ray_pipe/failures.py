@@ -33,15 +33,16 @@ def name_failure(
 
     index, error = min(errors.items(), key=rank) if errors else (-1, None)
     kind: Kind = _kind(error) if error is not None else "hung"
-    if hung and kind in ("hung", "timeout"):
+    who = -1 if error is None else _who(index, error, infos)
+    if hung and (kind in ("hung", "timeout") or who in hung):  # it died because it was killed
         return Failure(
-            kind="hung", stage=min(hung), step=step, arm=arm,
+            kind="hung", stage=who if who in hung else min(hung), step=step, arm=arm,
             cause="its process is there but does not answer (stopped, or stuck in its work)",
         )  # fmt: skip
     assert error is not None
     cause = cause_of(error)
     text = _death(cause) if isinstance(cause, RayActorError) else _words(cause)
-    return Failure(kind=kind, stage=_who(index, error, infos), step=step, cause=text, arm=arm)
+    return Failure(kind=kind, stage=who, step=step, cause=text, arm=arm)
 
 
 def to_error(failure: Failure, *, doing: str, hint: str = "") -> TrainingError:

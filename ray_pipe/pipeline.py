@@ -29,6 +29,7 @@ from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
 from ray_pipe.recovery import Failure
 from ray_pipe.same_source import refuse_other_source
+from stages.crowding import crowding
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.state import StageState
@@ -99,6 +100,7 @@ class Pipeline:
         self.on_replay: Callable[[Records], None] = lambda records: None
         """Told the records of a step that was run again; they equal those handed out before."""
 
+        self.infos: list[dict[str, Any]] = []
         self.deadlines = self._deadlines()
         self.attempt = 0
         self.queue: deque[Item] = deque()
@@ -142,7 +144,16 @@ class Pipeline:
 
     def _deadlines(self, expected_s: float = 0.0) -> Deadlines:
         start_s, floor_s = self.arm.deadline_s, self.arm.config.faults.min_deadline_s
-        return Deadlines(start_s=start_s, floor_s=min(floor_s, start_s), expected_s=expected_s)
+        return Deadlines(
+            start_s=start_s,
+            floor_s=min(floor_s, start_s),
+            expected_s=expected_s,
+            crowding=self.crowding,
+        )
+
+    def crowding(self) -> float:
+        """How busy the busiest machine is, the driver's and those of the stages."""
+        return max([crowding(), *(float(info["crowding"]) for info in self.infos)])
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -182,6 +193,8 @@ class Pipeline:
             self.queue.popleft()
             self.actors.tend(self.specs[0])
             records = [item.results[index] for index in sorted(item.results)]
+            for info, record in zip(self.infos, records, strict=True):
+                info["crowding"] = record.crowding
             if not item.is_replay:
                 if item.plan.train:
                     self.losses[item.plan.step] = records[-1].loss
@@ -301,8 +314,7 @@ class Pipeline:
                     ray.get(ref)
                 except RayError as error:
                     errors[calls[ref]] = error
-            infos = getattr(self, "infos", ())
-            failure = name_failure(errors, step=step, infos=infos, arm=self.arm.name)
+            failure = name_failure(errors, step=step, infos=self.infos, arm=self.arm.name)
             raise to_error(failure, doing=doing) from failed
         return [results[index] for index in sorted(results)]
 

@@ -18,24 +18,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
-from ray_pipe.deadlines import crowding
 from ray_pipe.errors import ClusterError
 from ray_pipe.failures import cause_of, is_death, lost_its_node, name_failure, to_error
+from ray_pipe.hearing import Hearing
 from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
 
 if TYPE_CHECKING:
     from ray_pipe.pipeline import Item, Pipeline
-
-PING_S = 5.0
-"""Any process that is not stopped answers within this time, whatever it is computing,"""
-
-PING_CROWDING = 4.0
-"""or on a busy machine up to so many times it."""
-
-UNAVAILABLE_S = 20.0
-"""Until Ray knows whether an actor that cannot be reached is gone with its node."""
 
 RESTORE_S = 300.0
 
@@ -57,7 +48,8 @@ class Rescue:
         pipeline = self.pipeline
         while True:
             with self._timed("hear_out"):
-                dead, hung = self._hear_out()
+                why = f"step {self.step} failed elsewhere"
+                dead, hung = Hearing(pipeline, self.errors, why=why).hold()
             failure = name_failure(
                 self.errors, step=self.step, infos=pipeline.infos, hung=hung, arm=pipeline.arm.name
             )
@@ -68,7 +60,7 @@ class Rescue:
             if reason:
                 raise to_error(failure, doing=f"in step {self.step}", hint=reason)
             try:
-                done = self._bring_back(failure, tuple(sorted({*dead, *hung})))
+                done = self._bring_back(failure, tuple(sorted({*dead, *hung})), hung)
             except RayError as error:
                 self.errors = {failure.stage: error}
                 continue
@@ -76,62 +68,12 @@ class Rescue:
             pipeline.on_failure(done)
             return
 
-    def _hear_out(self) -> tuple[set[int], set[int]]:
-        """Stop everybody; who is dead, and who is there but does not answer."""
-        pipeline = self.pipeline
-        pushes = pipeline.transport == "push"
-        if pushes:
-            self._abort()
-        waiting: dict[Any, tuple[int, Item | None]] = {
-            ref: (index, item) for item in pipeline.queue for ref, index in item.calls.items()
-        }
-        pings = {handle.ping.remote(): (i, None) for i, handle in enumerate(pipeline.handles)}
-        waiting |= pings
-        ping_s = PING_S * min(PING_CROWDING, crowding())
-        silent_at = time.monotonic() + ping_s
-        stuck_at = time.monotonic() + max(ping_s, pipeline.deadlines.value_s)
-        while waiting and time.monotonic() < stuck_at:
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.1)
-            for ref in ready:
-                self._hear(ref, *waiting.pop(ref))
-            if time.monotonic() > silent_at and any(ref in pings for ref in waiting):
-                break
-        dead = {index for index, error in self.errors.items() if is_death(error)}
-        unsure = {i for i, e in self.errors.items() if isinstance(e, ActorUnavailableError)} - dead
-        dead |= {index for index in unsure if not self._is_there(index)}
-        hung = {index for index, _ in waiting.values()} - dead
-        if not pushes:  # now nothing is left that could run on after the abort
-            self._abort()
-        return dead, hung
-
-    def _hear(self, ref: Any, index: int, item: Item | None) -> None:
-        try:
-            result = ray.get(ref)
-        except RayError as error:
-            known = self.errors.get(index)
-            if known is None or (is_death(error) and not is_death(known)):
-                self.errors[index] = error
-        else:
-            if item is not None and type(result).__name__ == "StepRecord":
-                item.results[index] = result
-
-    def _is_there(self, index: int) -> bool:
-        try:
-            ray.get(self.pipeline.handles[index].ping.remote(), timeout=UNAVAILABLE_S)
-        except RayError:
-            return False
-        return True
-
-    def _abort(self) -> None:
-        for handle in self.pipeline.handles:
-            handle.abort.remote(f"step {self.step} failed elsewhere")
-
-    def _bring_back(self, failure: Failure, lost: tuple[int, ...]) -> Failure:
+    def _bring_back(self, failure: Failure, lost: tuple[int, ...], hung: set[int]) -> Failure:
         pipeline = self.pipeline
         if failure.kind == "timeout" and not lost:
             pipeline.deadlines.stretch()
         if lost:
-            self._replace(lost)
+            self._replace(lost, hung)
         with self._timed("ask"):
             statuses = self._statuses(lost)
         with self._timed("restore"):
@@ -161,7 +103,7 @@ class Rescue:
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - start
 
-    def _replace(self, lost: tuple[int, ...]) -> None:
+    def _replace(self, lost: tuple[int, ...], hung: set[int]) -> None:
         """New actors; a node that cannot start one is avoided the second time."""
         pipeline, actors = self.pipeline, self.pipeline.actors
         avoid = {
@@ -177,6 +119,9 @@ class Rescue:
                 avoid |= {pipeline.infos[index]["node"] for index in lost}
                 self.warm = actors.replace(lost, avoid=avoid)
                 actors.introduce()
+            for index in hung:
+                # Ray takes five seconds to end a process that was stopped, and its box is locked.
+                pipeline.handles[index].end_process.remote(pipeline.infos[index])
         with self._timed("set_up"):
             infos = _get(pipeline.set_up(lost, reborn=True))
             for index in lost:

@@ -11,9 +11,11 @@ object refs owned by this actor.
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +31,7 @@ from stages.box_places import OFF, open_box
 from stages.by_hand import StageByHand
 from stages.compute import Compute
 from stages.courier import VIEW_NBYTES, Courier
+from stages.crowding import crowding
 from stages.digest import source_digest
 from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane, Unrecorded
@@ -82,6 +85,7 @@ class StageActor:
             name=f"stage-{index}", on_error=lambda error: self.abort(repr(error))
         )
         self._peers: dict[int, Any] = {}
+        self.has_order = False
         self._kept: dict[str, StageState] = {}
         self._stage: Stage | None = None
         self._device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
@@ -151,6 +155,7 @@ class StageActor:
             "node": ray.get_runtime_context().get_node_id(),
             "num_cores": len(os.sched_getaffinity(0)),
             "device": self._device,
+            "crowding": crowding(),
             "core": kernels.core(),
             "source": source_digest(),
             "blocks": block_digests(compute.module, spec.first_block),
@@ -263,11 +268,12 @@ class StageActor:
 
     def finish_step(self, factor: float, norm: float, after: Any) -> StepRecord:
         """Update, commit, record."""
-        return self.hand.finish(factor, norm)
+        return replace(self.hand.finish(factor, norm), crowding=crowding())
 
     def run_step(self, plan: StepPlan) -> StepRecord:
         """Run one step to its commit."""
-        return self._loop.submit(self.stage.run(plan)).result()
+        record = self._loop.submit(self.stage.run(plan)).result()
+        return replace(record, crowding=crowding())
 
     def deliver(self, source: int, generation: int, frame: Any) -> None:
         """A frame of another stage: enqueue only. What is left of an earlier arm is dropped."""
@@ -298,6 +304,32 @@ class StageActor:
         """End the running step, if there is one."""
         if self._stage is not None:
             self._loop.call_soon(self._stage.abort, why)
+
+    def is_at_work(self) -> bool:
+        """Whether an order of the driver is being carried out at this moment."""
+        return self.has_order
+
+    def sees_stopped(self, info: Mapping[str, Any]) -> bool:
+        """Whether the stage that `setup` returned `info` of was stopped (SIGSTOP), seen from here,
+        the same node."""
+        try:
+            stat = Path(f"/proc/{info['pid']}/stat").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def end_process(self, info: Mapping[str, Any]) -> bool:
+        """Kill the stage that `setup` returned `info` of, if it is on this node and still there."""
+        pid: int = info["pid"]
+        if info["node"] != ray.get_runtime_context().get_node_id() or pid == os.getpid():
+            return False
+        try:
+            if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                return False
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
 
     def ping(self) -> int:
         """The process id, as a sign of life."""

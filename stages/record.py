@@ -72,6 +72,9 @@ class StepRecord:
     embedding: dict[str, Any] = field(default_factory=dict)
     """Of stage 0, where rows are on shards: tau, staleness, lost and refused pushes."""
 
+    crowding: float = 1.0
+    """Threads that wanted each core of the stage's machine; see `stages.crowding`."""
+
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON can hold it."""
         return {one.name: getattr(self, one.name) for one in fields(self)}

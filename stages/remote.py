@@ -16,12 +16,17 @@ GROUPS = {
     "abort": "control",
     "nudge": "control",
     "ping": "control",
+    "is_at_work": "control",
+    "sees_stopped": "control",
     "cpu_seconds": "control",
     "cpu_beside_lanes": "control",
     "write_kept": "save",
     "sees": "save",
     "carry": "carry",
 }
+ORDERS = ("run_step", "begin_step", "forward", "backward", "squared_norms", "finish_step")
+"""Calls of a step, one at a time: whether an actor is in one is seen by `is_at_work`."""
+
 ONE_WAY = ("deliver",)
 
 
@@ -36,6 +41,8 @@ def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPR
             options |= {"num_returns": 0, "enable_task_events": False}
         mark = ray.method(**options)
         setattr(cls, method, mark(own_copy(getattr(StageActor, method))))
+    for method in ORDERS:
+        setattr(cls, method, _noted(getattr(StageActor, method)))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
     placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
@@ -47,6 +54,21 @@ def own_copy(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, *args: Any) -> Any:
         return method(self, *args)
+
+    call.__name__ = method.__name__
+    call.__doc__ = method.__doc__
+    return call
+
+
+def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a method that tells while it runs."""
+
+    def call(self: Any, *args: Any) -> Any:
+        self.has_order = True
+        try:
+            return method(self, *args)
+        finally:
+            self.has_order = False
 
     call.__name__ = method.__name__
     call.__doc__ = method.__doc__

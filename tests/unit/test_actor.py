@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +19,7 @@ pytest.importorskip("ray")
 from local_pipeline import Bench, acsgd
 
 from stages import actor as actor_module
-from stages.actor import StageActor
+from stages.actor import SPARE, StageActor
 
 
 class Context:
@@ -164,3 +168,40 @@ def test_a_stage_sees_only_what_is_really_there(actor: StageActor, tmp_path: Pat
     assert actor.sees(str(tmp_path), "token", b"abc")
     assert not actor.sees(str(tmp_path), "token", b"abd")
     assert not actor.sees(str(tmp_path / "elsewhere"), "token", b"abc")
+
+
+def test_a_stopped_neighbour_is_seen_and_ended_but_nobody_elses_process(actor: StageActor) -> None:
+    """Only a process that Ray has titled as its own, on this node."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with (
+        subprocess.Popen(["ray::stage", *words[1:]], executable=sys.executable) as stage,
+        subprocess.Popen(words) as stranger,
+    ):
+        try:
+            info = {"node": "here", "pid": stage.pid}
+            assert not actor.sees_stopped(info)
+            os.kill(stage.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, stage.pid, os.WSTOPPED)
+
+            assert actor.sees_stopped(info)
+            assert not actor.end_process({**info, "node": "elsewhere"})
+            assert not actor.end_process({**info, "pid": stranger.pid})
+            assert actor.end_process(info)
+            assert stage.wait(10) == -signal.SIGKILL
+            assert not actor.sees_stopped(info)
+            assert not actor.end_process(info)
+        finally:
+            stage.kill()
+            stranger.kill()
+
+
+def test_a_spare_becomes_a_stage(actor: StageActor) -> None:
+    spare = StageActor(SPARE)
+    spec = BENCH.specs()[0]
+
+    assert spare.warm_up(spec) == os.getpid()
+    assert repr(spare) == "PipelineStage(spare)"
+    spare.become(2)
+    assert repr(spare) == "PipelineStage(stage=2)"
+    assert spare._courier.source == 2
+    spare._loop.stop()

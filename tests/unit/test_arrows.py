@@ -32,6 +32,7 @@ SPEAK_RAY = {
     "ray_pipe.failures",
     "ray_pipe.machine",
     "ray_pipe.pipeline",
+    "ray_pipe.hearing",
     "ray_pipe.rescue",
     "ray_pipe.spares",
     "ray_pipe.shards",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ray_pipe.deadlines import Deadlines, crowding
+from ray_pipe.deadlines import Deadlines
+from stages.crowding import crowding
 
 
 def fed(

@@ -83,3 +83,12 @@ def test_the_error_of_the_end_says_why_it_is_the_end() -> None:
 def test_causes_are_found_inside_what_ray_made_of_them() -> None:
     assert isinstance(cause_of(raised(StageTimeout("x"), pid=1)), StageTimeout)
     assert isinstance(cause_of(died("aa")), ActorDiedError)
+
+
+def test_a_stage_that_was_killed_because_it_hung_did_not_die() -> None:
+    """With refs the calls that waited for it bring its death along."""
+    dependency = RayTaskError("f", "text", died("bb"), pid=12, ip="1.2.3.4")
+
+    failure = name_failure({2: dependency}, step=1, infos=INFOS, hung={1})
+
+    assert (failure.kind, failure.stage) == ("hung", 1)

@@ -86,3 +86,12 @@ def test_a_replay_that_gives_another_loss_ends_the_run() -> None:
         pipeline._check_replay(3, [record(1.25)])
 
     assert told == [[record(1.5)], [record(1.25)]]
+
+
+def test_the_busiest_machine_of_the_run_counts_not_only_the_drivers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "crowding", lambda: 2.0)
+
+    assert bare(infos=[{"crowding": 1.0}, {"crowding": 9.0}]).crowding() == 9.0
+    assert bare(infos=[{"crowding": 1.0}]).crowding() == 2.0
