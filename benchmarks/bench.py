@@ -29,16 +29,16 @@ def arguments(name: str, description: str) -> ArgumentParser:
 
 @contextmanager
 def stage_actors(num_stages: int) -> Iterator[Any]:
-    """A Ray of our own with some stage actors."""
+    """A Ray of our own with some stage actors, and a warm spare as in every run."""
     from ray_pipe.cluster import StageActors, connect
 
-    with connect(None), StageActors(num_stages) as actors:
+    with connect(None), StageActors(num_stages, spares=1) as actors:
         yield actors
 
 
 def subset(actors: Any, num_stages: int) -> Any:
     """The first actors of a pool, as a pipeline of their own."""
-    return Namespace(handles=actors.handles[:num_stages])
+    return Namespace(handles=actors.handles[:num_stages], tend=actors.tend)
 
 
 def train_arm(

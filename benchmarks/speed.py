@@ -17,9 +17,9 @@ from typing import Any
 from bench import arguments, load, markdown, stage_actors, train_arm, write
 
 PAPER_RATIO = 4.9
-SHAPE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 32, "data.num_samples": 512}
+SHAPE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 16, "data.num_samples": 512}
 """Many micro-batches, as in the paper (32), so that filling and draining the pipeline weigh little;
-large ones, so that each computes for the 50 ms that a message through Ray should be worth."""
+of 16 samples, which compute for the 30 ms that a message through Ray should be worth."""
 
 SLOW_SHAPE = {"pipeline.micro_batches": 8, "pipeline.micro_batch_size": 16, "data.num_samples": 256}
 """For links on which fp32 would take hours otherwise."""
@@ -30,7 +30,7 @@ PROBES = 3
 
 def main() -> None:
     parser = arguments("speed", __doc__ or "")
-    parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rates", default="paper,10e6,100e6,1e9")
     parser.add_argument("--arms", default="fp32,directq,acsgd,acsgd+zstd")
