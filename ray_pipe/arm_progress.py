@@ -68,6 +68,7 @@ def _row_from(saved: Mapping[str, Any]) -> StepRow:
     values = dict(saved)
     values["stage_s"] = tuple(StageTime(**times) for times in saved["stage_s"])
     values["events"] = tuple(saved["events"])
+    values["replicas"] = {int(key): item for key, item in values.get("replicas", {}).items()}
     return StepRow(**values)
 
 

@@ -30,6 +30,7 @@ ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     """All checks that need neither torch nor the corpus."""
+    check_replicas(config)
     if config.task == "ctr":
         return check_ctr(config)
     check_stages(config, num_blocks=num_blocks)
@@ -93,6 +94,15 @@ def check_stages(config: RunConfig, *, num_blocks: int | None = None) -> None:
     )
 
 
+def check_replicas(config: RunConfig) -> None:
+    """The strategy, its graph and its options fit the number of replicas."""
+    sync = config.sync
+    if sync != type(sync)():
+        from ray_pipe.replica_plans import check_sync  # loads torch, which one pipeline need not
+
+        check_sync(config)
+
+
 def check_topology(config: RunConfig) -> None:
     """The topology file can be read, fits the number of stages, and is the only word on links."""
     path = config.network.topology
@@ -101,7 +111,7 @@ def check_topology(config: RunConfig) -> None:
     from netsim.topology import Topology
 
     try:
-        Topology.load(path, config.pipeline.stages)
+        Topology.load(path, config.sync.replicas * config.pipeline.stages)
     except ValueError as error:
         raise ConfigError(f"--topology: {' '.join(str(error).split())}") from None
     plain = type(config.network)(topology=path)
@@ -211,6 +221,7 @@ def check_quality(config: RunConfig) -> list[str]:
 
 def check_repeat_visits(config: RunConfig, num_samples: int) -> list[str]:
     """AC-SGD needs samples to come back. The driver calls this once it knows the corpus."""
+    num_samples //= config.sync.replicas
     per_pass = -(-num_samples // config.pipeline.samples_per_step)
     if config.steps is None or config.steps > per_pass or not _remembers(config):
         return []
@@ -224,8 +235,16 @@ def check_repeat_visits(config: RunConfig, num_samples: int) -> list[str]:
 def check_corpus(config: RunConfig, num_samples: int) -> None:
     """At least one whole batch."""
     need = config.pipeline.samples_per_step
-    if num_samples >= need:
+    replicas = config.sync.replicas
+    if num_samples // replicas >= need:
         return
+    if replicas > 1 and num_samples >= need:
+        raise ConfigError(
+            f"--replicas {replicas}: each gets {num_samples // replicas} of {num_samples} samples, "
+            f"but one step takes {need} ({config.pipeline.micro_batches} micro-batches of "
+            f"{config.pipeline.micro_batch_size}); give more text (data.num_samples), or lower "
+            "--replicas, --micro-batches or --micro-batch-size."
+        )
     context = config.model.size.context
     raise ConfigError(
         f"--data {config.data.source}: makes {num_samples} samples of {context} tokens, but one "

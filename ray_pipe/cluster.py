@@ -222,6 +222,9 @@ class StageActors:
         peers = dict(enumerate(self.handles)) | self.guests
         calls = [handle.connect.remote(peers) for handle in self.handles]
         calls += [guest.connect.remote(self.handles[0]) for guest in self.guests.values()]
+        self._hear(calls)
+
+    def _hear(self, calls: list[Any]) -> None:
         try:
             ray.get(calls, timeout=START_TIMEOUT_S)
         except RayError as error:

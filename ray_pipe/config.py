@@ -31,6 +31,7 @@ from ray_pipe.sections import (
     OptimConfig,
     PipelineConfig,
 )
+from ray_pipe.sync_config import SyncConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -44,6 +45,7 @@ __all__ = [
     "OptimConfig",
     "PipelineConfig",
     "RunConfig",
+    "SyncConfig",
     "check_corpus",
     "check_memory",
     "check_memory_cap",
@@ -102,6 +104,7 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
 
     name_is_generated: bool = field(default=False, init=False, repr=False, compare=False)
     links_are_given: bool = field(default=False, init=False, repr=False, compare=False)

@@ -208,6 +208,11 @@ class Order:
     micro_batches: int
     micro_batch_size: int
     seed: int
+    shard: int = 0
+    """Which of several replicas this is the order of: it visits samples shard, shard + num_shards,
+    …, `num_samples` of them."""
+
+    num_shards: int = 1
 
     @property
     def batch_size(self) -> int:
@@ -224,6 +229,8 @@ class Order:
         ids = shuffled[place * self.batch_size : (place + 1) * self.batch_size]
         size = self.micro_batch_size
         return tuple(
-            tuple(int(sample) for sample in ids[start : start + size])
+            tuple(
+                self.shard + self.num_shards * int(sample) for sample in ids[start : start + size]
+            )
             for start in range(0, len(ids), size)
         )

@@ -29,11 +29,13 @@ from ray_pipe.metrics import ArmMeter, MetricsFile
 from ray_pipe.monitoring.monitor import watch
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import measure_costs, predict, simulated_step_s
-from ray_pipe.planner.placement import place
+from ray_pipe.planner.placement import Placement, place
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
+from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.replicas import ReplicaPipeline
 from ray_pipe.results import results_of, write_all
 from ray_pipe.trained import Trained
 from ray_pipe.workload import Workload, gpt_workload
@@ -91,7 +93,7 @@ def run(
     epoch_s = time.time()
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
-        placement = place(config.pipeline.stages, nodes())
+        placement = place(config.pipeline.stages * config.sync.replicas, nodes())
         config, notes = config.on_nodes(placement.num_nodes)
         if is_cluster(config.address):
             for text in (*placement.notes(), *notes):
@@ -102,17 +104,11 @@ def run(
         checkpoints.open(config, path)
         if config.dashboard or dashboard:
             observer.on_note(show_dashboard(dashboard))
-        observer.on_phase(f"starting {config.pipeline.stages} stages")
+        observer.on_phase(f"starting {_how_many(config)}")
         try:
             with (
                 MetricsFile(path / "metrics.jsonl") as sink,
-                StageActors(
-                    config.pipeline.stages,
-                    label=path.name,
-                    placement=placement,
-                    spares=config.faults.spares if config.faults.max_failures else 0,
-                    spare_after_s=config.faults.spare_after_s,
-                ) as actors,
+                start_actors(config, label=path.name, placement=placement) as actors,
                 watch(path.name, failures) as monitor,
             ):
                 for index, arm in enumerate(arms):
@@ -137,7 +133,7 @@ def run(
                     if want_states and index == len(arms) - 1:
                         one.states = pipeline.state_dicts()
                     target = target_of(trained)
-                    if target is not None:
+                    if target is not None and pipeline.can_train_on:
                         observer.on_phase(f"{arm.name}: on to fp32's final loss of {target:.4f}")
                         train_on(pipeline, one, target)
                     checkpoints.end(one)
@@ -174,12 +170,11 @@ def prepare(
     What the arm has to survive is added to `failures`.
     """
     observer.on_phase(f"preparing {arm.name}: building stages, measuring their costs")
-    pipeline = TRANSPORTS[arm.config.pipeline.transport](
-        actors, arm, epoch_s=epoch_s, failures=failures
-    )
+    pipeline = make_pipeline(actors, arm, epoch_s=epoch_s, failures=failures)
     for text in pipeline.notes():
         observer.on_warning(text)
-    costs, sample_shape = measure_costs(pipeline)
+    simple = pipeline.transport == "push" and not isinstance(pipeline, ReplicaPipeline)
+    costs, sample_shape = measure_costs(pipeline) if arm.fleet is None else ([], ())
     row_elements = math.prod(sample_shape) if sample_shape else None
     check_memory(
         arm.config,
@@ -191,7 +186,7 @@ def prepare(
         for text in check_memory_cap(arm.config, arm.workload.num_train, row_elements=row_elements):
             observer.on_warning(text)
     prediction, cores = None, {info["node"]: info["num_cores"] for info in pipeline.infos}
-    if pipeline.transport == "push":  # the simulator knows no other
+    if simple:  # the simulator knows no other
         prediction = predict(arm, costs, sample_shape, num_cores=sum(cores.values()))
         pipeline.expect(prediction.step_s)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
@@ -201,9 +196,41 @@ def prepare(
         observer.on_warning(str(failure))
         one.monitor.on_failures()
 
+    if isinstance(pipeline, ReplicaPipeline):
+        one.fleet = pipeline.book
+        pipeline.on_event = observer.on_warning
     pipeline.on_failure = on_failure
     pipeline.on_replay = one.add_again
     return pipeline, one
+
+
+def start_actors(config: RunConfig, *, label: str, placement: Placement) -> StageActors:
+    """An actor for each stage, of each replica."""
+    replicas, stages = config.sync.replicas, config.pipeline.stages
+    if replicas == 1:
+        return StageActors(
+            stages,
+            label=label,
+            placement=placement,
+            spares=config.faults.spares if config.faults.max_failures else 0,
+            spare_after_s=config.faults.spare_after_s,
+        )
+    return ReplicaActors(replicas, stages, label=label, placement=placement)
+
+
+def make_pipeline(
+    actors: StageActors, arm: Arm, *, epoch_s: float, failures: list[Failure]
+) -> Pipeline:
+    """The pipeline of an arm, or all its replicas."""
+    if isinstance(actors, ReplicaActors):
+        return ReplicaPipeline(actors, arm, epoch_s=epoch_s, failures=failures)
+    make = TRANSPORTS[arm.config.pipeline.transport]
+    return make(actors, arm, epoch_s=epoch_s, failures=failures)
+
+
+def _how_many(config: RunConfig) -> str:
+    stages, replicas = config.pipeline.stages, config.sync.replicas
+    return f"{stages} stages" if replicas == 1 else f"{replicas} replicas of {stages} stages"
 
 
 def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
@@ -276,7 +303,7 @@ def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
     if workload is not None:
         model = f"{workload.name} ({workload.num_blocks} blocks)"
     text = (
-        f"{model} in {pipeline.stages} stages over {rate} links; {pipeline.micro_batches} "
+        f"{model} in {_how_many(config)} over {rate} links; {pipeline.micro_batches} "
         f"micro-batches of {pipeline.micro_batch_size}, {pipeline.schedule}"
     )
     return {

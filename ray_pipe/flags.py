@@ -60,6 +60,13 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "--recompute": ("pipeline.recompute", ""),
         "--precision": ("pipeline.precision", "NAME"),
     },
+    "replicas": {
+        "--replicas": ("sync.replicas", "N"),
+        "--sync": ("sync.name", "NAME"),
+        "--sync-codec": ("sync.codec", "NAME"),
+        "--sync-bits": ("sync.bits", "N"),
+        "--slow": ("sync.slow", "2:4x"),
+    },
     "checkpoints": {
         "--checkpoint-every": ("checkpoint.every", "STEPS"),
         "--keep-checkpoints": ("checkpoint.keep", "N"),
@@ -88,6 +95,8 @@ examples:
       AC-SGD alone, two bits forward, on a slow and distant link
   python -m ray_pipe.run --data book.txt --model gpt-small --stages 8 --schedule 1f1b --epochs 4
       a larger model on your own text, in eight stages
+  python -m ray_pipe.run --replicas 4 --stages 2 --sync ripples --slow 2:4x --codec acsgd
+      four copies of the pipeline, one of them slow, that average in small groups
   python -m ray_pipe.run --address auto --bandwidth unlimited --compare fp32,acsgd+zstd
       on a Ray cluster whose network is slow by itself
   python -m ray_pipe.run --task ctr --bandwidth 100Mbps --latency 50ms

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -40,6 +40,8 @@ class StepRow:
 
     codec: dict[str, dict[str, float]]
     events: tuple[str, ...] = ()
+    replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """With several: where each of them is and what it waited for, see `stages.sync.leader`."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -74,6 +76,8 @@ class StepRow:
             "codec": self.codec,
             "events": list(self.events),
         }
+        if self.replicas:
+            line["replicas"] = self.replicas
         cleaned: dict[str, Any] = finite(line)
         return cleaned
 
@@ -106,23 +110,21 @@ class ArmMeter:
         row = StepRow(
             arm=self.name,
             step=records[0].step,
-            loss=next(
-                (record.loss for record in reversed(records) if record.loss is not None), None
-            ),
-            grad_norm=next(
-                (record.grad_norm for record in reversed(records) if record.grad_norm is not None),
-                None,
-            ),
+            loss=_mean_of(records, lambda record: record.loss),
+            grad_norm=_mean_of(records, lambda record: record.grad_norm),
             wall_s=end - self._origin_s,
             step_s=max(end - previous_end, 0.0),
             # Every stage sees every micro-batch: the batch is counted once, not once a stage.
-            num_tokens=max(record.num_tokens for record in records),
+            num_tokens=sum(
+                max(record.num_tokens for record in own) for own in _by_replica(records)
+            ),
             sent=ledger.add(records),
             stage_s=tuple(stage_times(records, starts=self._stage_end)),
             codec=_codec_of(records),
             events=tuple(event for record in records for event in record.events),
+            replicas=_replicas_of(records),
         )
-        self._stage_end = {record.stage: record.end_s for record in records}
+        self._stage_end |= {record.stage: record.end_s for record in records}
         (self.overtime if overtime else self.rows).append(row)
         if self._sink is not None:
             self._sink.write(row)
@@ -219,6 +221,38 @@ def _one_for_each_stage(records: Sequence[StepRecord]) -> list[StepRecord]:
             f"times would be counted twice"
         )
     return ordered
+
+
+def _by_replica(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    found: dict[int, list[StepRecord]] = {}
+    for record in records:
+        found.setdefault(record.replica, []).append(record)
+    return list(found.values())
+
+
+def _mean_of(
+    records: Sequence[StepRecord], read: Callable[[StepRecord], float | None]
+) -> float | None:
+    """What the last stage of each replica says, as a mean; of one replica its very number."""
+    found = []
+    for own in _by_replica(records):
+        value = next((v for record in reversed(own) if (v := read(record)) is not None), None)
+        if value is not None:
+            found.append(value)
+    if len(found) < 2:
+        return found[0] if found else None
+    return math.fsum(found) / len(found)
+
+
+def _replicas_of(records: Sequence[StepRecord]) -> dict[int, dict[str, Any]]:
+    """The leaders' numbers; what tensors between replicas would take in fp32 is of all stages."""
+    found: dict[int, dict[str, Any]] = {}
+    for own in _by_replica(records):
+        leader = next((record for record in own if "iteration" in record.sync), None)
+        if leader is not None:
+            nbytes = sum(record.sync.get("fp32_bytes", 0) for record in own)
+            found[leader.replica] = {**leader.sync, "fp32_bytes": nbytes}
+    return found
 
 
 def _codec_of(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:

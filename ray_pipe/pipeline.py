@@ -77,6 +77,8 @@ class Pipeline:
     """The stages of one arm, ready to train, stages pushing to each other."""
 
     transport = "push"
+    can_train_on = True
+    """Whether steps beyond the arm's own make sense."""
 
     def __init__(
         self,

@@ -9,11 +9,13 @@ from netsim.topology import Topology
 from ray_pipe.checks import memory_need
 from ray_pipe.config import CodecConfig, RunConfig
 from ray_pipe.data import Order
+from ray_pipe.replica_plans import fleet_spec, run_topology
 from ray_pipe.workload import Workload
 from stages.mishap import LinkFault, Mishap
 from stages.optim import OptimSpec, lr_at
 from stages.plan import StepPlan
 from stages.spec import StageSpec
+from stages.sync.fleet_spec import FleetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +33,25 @@ class Arm:
     """Faults on purpose by stage, for tests."""
 
     link_faults: tuple[tuple[int, LinkFault], ...] = ()
+    fleet: FleetSpec | None = None
+    """The replicas, if there are several: mishaps and specs then count the stages of all."""
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.fleet is None else len(self.fleet.members)
 
     @property
     def name(self) -> str:
         return self.codec.name
 
-    def plan(self, step: int) -> StepPlan:
-        """What every stage is told about a step."""
+    def plan(self, step: int, replica: int = 0) -> StepPlan:
+        """What every stage of a replica is told about a step."""
         optim = self.config.optim
-        coming = self.order.at(step + 1)
+        order = self.order if not replica else replace(self.order, shard=replica)
+        coming = order.at(step + 1)
         return StepPlan(
             step=step,
-            micro_batches=self.order.at(step),
+            micro_batches=order.at(step),
             schedule=self.config.pipeline.schedule,
             lr=lr_at(
                 step,
@@ -70,10 +79,23 @@ class Arm:
         )
 
     def specs(self, *, epoch_s: float = 0.0, generation: int = 0, run: str = "") -> list[StageSpec]:
-        """What each actor needs to become its stage of this arm; `run` names its black boxes."""
+        """What each actor needs to become its stage of this arm, replica by replica; `run` names
+        its black boxes."""
+        return [
+            spec
+            for replica in range(self.num_replicas)
+            for spec in self.replica_specs(replica, epoch_s=epoch_s, generation=generation, run=run)
+        ]
+
+    def replica_specs(
+        self, replica: int, *, epoch_s: float = 0.0, generation: int = 0, run: str = ""
+    ) -> list[StageSpec]:
+        """The stages of one replica."""
         config, codec = self.config, self.codec
         cuts = self.workload.cuts(config.pipeline.stages)
         builders = self.workload.stage_builders(config.pipeline.stages)
+        first = replica * len(builders)
+        keeps_box = bool(run) and config.faults.max_failures != 0 and self.fleet is None
         rows_nbytes = memory_need(config, self.workload.num_train) if codec.has_memory else 0
         return [
             StageSpec(
@@ -92,11 +114,15 @@ class Arm:
                 seed=config.seed,
                 epoch_s=epoch_s,
                 generation=generation,
-                black_box=config.faults.black_box if run and config.faults.max_failures else "off",
+                black_box=config.faults.black_box if keeps_box else "off",
                 run=run,
                 rows_nbytes=rows_nbytes,
-                mishaps=tuple(mishap for stage, mishap in self.mishaps if stage == index),
-                link_faults=tuple(fault for stage, fault in self.link_faults if stage == index),
+                mishaps=tuple(mishap for stage, mishap in self.mishaps if stage == first + index),
+                link_faults=tuple(
+                    fault for stage, fault in self.link_faults if stage == first + index
+                ),
+                replica=replica,
+                fleet=self.fleet,
             )
             for index, build in enumerate(builders)
         ]
@@ -104,23 +130,15 @@ class Arm:
 
 def arms_of(config: RunConfig, workload: Workload) -> list[Arm]:
     """The arms of a run, in the order they are trained."""
-    pipeline, network = config.pipeline, config.network
+    pipeline, replicas = config.pipeline, config.sync.replicas
     order = Order(
-        num_samples=workload.num_train,
+        num_samples=workload.num_train // replicas,  # the same for all; a few may be left over
         micro_batches=pipeline.micro_batches,
         micro_batch_size=pipeline.micro_batch_size,
         seed=config.seed,
+        num_shards=replicas,
     )
-    if network.topology is not None:
-        topology = Topology.load(network.topology, pipeline.stages)
-    else:
-        topology = Topology.uniform(
-            pipeline.stages,
-            network.bandwidth_bps,
-            network.latency_s,
-            network.jitter_s,
-            network.loss_rate,
-        )
+    topology = run_topology(config)
     num_steps = config.steps or (config.epochs or 1) * order.steps_per_epoch
     return [
         Arm(
@@ -131,6 +149,7 @@ def arms_of(config: RunConfig, workload: Workload) -> list[Arm]:
             order=order,
             num_steps=num_steps,
             deadline_s=config.deadline_s,
+            fleet=fleet_spec(config, codec.name, num_steps=num_steps),
         )
         for codec in config.arms
     ]

@@ -56,6 +56,12 @@ class Failure:
     replayed_steps: int = 0
     """Steps that had been recorded before and were run again."""
 
+    replica: int | None = None
+    """Of several replicas the one that was lost; `stage` is its own."""
+
+    num_left: int = 0
+    """Replicas that go on without it; 0 if the run ended here."""
+
     recovery_s: float | None = None
     """From the failure being noticed until all stages were sent to work again."""
 
@@ -77,7 +83,11 @@ class Failure:
             "timeout": "waited in vain",
             "error": "failed",
         }[self.kind]
-        text = f"stage {self.stage} {what} in step {self.step}: {self.cause}"
+        who = "" if self.replica is None else f"replica {self.replica}, "
+        text = f"{who}stage {self.stage} {what} in step {self.step}: {self.cause}"
+        if self.num_left:
+            others = "the last one goes" if self.num_left == 1 else f"{self.num_left} others go"
+            return f"{text}; the replica was ended, {others} on without it"
         if self.resumed_from is None:
             return text
         new = ""
@@ -134,6 +144,22 @@ def verdict(failure: Failure, before: Sequence[Failure], *, max_failures: int) -
         same += 1
     if same + 1 >= SAME_STEP_LIMIT:
         return f"step {failure.step} failed {same + 1} times in a row"
+    return ""
+
+
+def replica_verdict(failure: Failure, before: Sequence[Failure], *, max_failures: int) -> str:
+    """Why the run must end when a replica is lost; empty if the others may go on."""
+    if failure.kind == "error":
+        return "an error in a stage's own work would come to every replica"
+    if not failure.num_left:
+        return "no replica is left"
+    if max_failures == 0:
+        return "the run ends with the first failure (--max-failures 0)"
+    if 0 < max_failures <= len(before):
+        return (
+            f"it is failure {len(before) + 1} of this run, at most {max_failures} are allowed "
+            "(--max-failures)"
+        )
     return ""
 
 

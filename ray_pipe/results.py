@@ -39,6 +39,9 @@ def results_of(
         arm = summary.as_dict()
         if by_name[summary.name].eval_losses:
             arm["eval_losses"] = by_name[summary.name].eval_losses
+        fleet = by_name[summary.name].fleet
+        if fleet is not None:
+            arm["replicas"] = fleet.as_dict()
         if prediction is not None and prediction.is_shaped:
             arm["link_compute_ratio"] = prediction.link_to_compute
         arms.append(arm)

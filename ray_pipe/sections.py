@@ -72,7 +72,8 @@ class DataConfig:
     """A UTF-8 text file, a folder of them, or pydoc: the English text that comes with Python."""
 
     num_samples: int | None = option(None, low=1)
-    """Use only the first so many samples; empty: all of them, of pydoc the first 160."""
+    """Use only the first so many samples; empty: all of them, of pydoc the first 160 for each
+    replica."""
 
     def __post_init__(self) -> None:
         check_section(self, prefix="data.")

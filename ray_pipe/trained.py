@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_pipe.arms import ArmSummary, summarize
 from ray_pipe.checkpoint import Saver
+from ray_pipe.fleet_book import FleetBook
 from ray_pipe.metrics import ArmMeter, StepRow
 from ray_pipe.monitoring.monitor import Monitor
 from ray_pipe.planner.cost import Prediction
@@ -33,6 +34,9 @@ class Trained:
 
     sees_links: bool = True
     """False on a real network that nothing was said about: the prediction cannot be compared."""
+
+    fleet: FleetBook | None = None
+    """What the replicas did, if there are several."""
 
     saver: Saver | None = None
     eval_losses: list[tuple[float, int, float | None]] = field(default_factory=list)

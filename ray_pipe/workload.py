@@ -97,7 +97,7 @@ def gpt_workload(config: RunConfig) -> Workload:
     samples = TextSamples(text, context=size.context)
     count = config.data.num_samples
     if count is None and config.data.source == "pydoc":
-        count = min(PYDOC_SAMPLES, len(samples))
+        count = min(PYDOC_SAMPLES * config.sync.replicas, len(samples))
     if count is not None:
         samples = samples.first(count)
     held_out = held_out_samples(len(samples)) if config.eval else 0

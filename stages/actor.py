@@ -42,8 +42,13 @@ from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
 from stages.stage import Stage
-from stages.state import StageState, block_digests
+from stages.state import StageState, as_newcomer, block_digests
+from stages.state_tree import from_tree
 from stages.storage import Folder
+from stages.sync.seat import Seat
+from stages.sync.seating import take_seat
+from stages.sync.slow_lane import SlowLane
+from stages.sync.strategy import MemberEvent
 from stages.wiring import Lanes
 
 T = TypeVar("T")
@@ -78,14 +83,16 @@ class StageActor:
     No method may be `async`: one would make this an asyncio actor, whose calls Ray reorders.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, replica: int | None = None) -> None:
         torch.set_num_threads(1)  # more threads than cores run many times slower
         self.index = index
+        self.replica = replica
         self._loop = LoopThread(
             name=f"stage-{index}", on_error=lambda error: self.abort(repr(error))
         )
         self._peers: dict[int, Any] = {}
         self.has_order = False
+        self._fleet: dict[int, Any] = {}
         self._kept: dict[str, StageState] = {}
         self._stage: Stage | None = None
         self._device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
@@ -99,7 +106,10 @@ class StageActor:
         self._courier = Courier(index, self.abort)
 
     def __repr__(self) -> str:
-        return f"PipelineStage({'spare' if self.index == SPARE else f'stage={self.index}'})"
+        if self.index == SPARE:
+            return "PipelineStage(spare)"
+        replica = "" if self.replica is None else f"replica={self.replica}, "
+        return f"PipelineStage({replica}stage={self.index})"
 
     def warm_up(self, spec: StageSpec) -> int:
         """Load what a stage needs, so that `setup` finds it; returns the process id.
@@ -124,6 +134,10 @@ class StageActor:
         """Learn the actors of the other stages."""
         self._peers = peers
 
+    def connect_fleet(self, fleet: dict[int, Any]) -> None:
+        """Learn the same stage's actors of the other replicas, and the Group Generator."""
+        self._fleet = fleet
+
     def setup(
         self, spec: StageSpec, samples: Any, transport: str = "push", reborn: bool = False
     ) -> dict[str, Any]:
@@ -139,7 +153,7 @@ class StageActor:
             recompute=spec.recompute,
             precision=spec.precision,
             device=self._device,
-            seed=spec.seed * 1009 + spec.index,
+            seed=spec.seed * 1009 + spec.node,
         )
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()
@@ -202,15 +216,32 @@ class StageActor:
             self._spec,
             compute=compute,
             samples=self._samples,
-            lanes=self._lanes,
+            lanes=self._lanes_of(self._spec),
             recorder=self._recorder,
             deliver_to=deliver_to,
             wrap_link=faulty_links(self._spec.link_faults, seed=self._spec.seed),
             session=max(1, int(1000 * (time.time() - self._spec.epoch_s))),
         )
+        if self._spec.fleet is not None:
+            self._seat = take_seat(stage, self._spec, deliver_to=self._post_to)
         if self._spec.mishaps:
             stage.on_point = Mishaps(self._spec.mishaps).on_point
         return stage
+
+    def _lanes_of(self, spec: StageSpec) -> Lanes:
+        if spec.fleet is None or not spec.fleet.slow:
+            return self._lanes
+        return replace(self._lanes, compute=SlowLane(self._lanes.compute))
+
+    def _post_to(self, replica: int) -> Callable[[Any], None]:
+        generation = self._spec.generation
+
+        def post(frame: Any) -> None:
+            peer = self._fleet.get(replica)  # looked up each time: replicas come and go
+            if peer is not None:
+                self._courier.post(peer, replica, generation, frame)
+
+        return post
 
     def measure(
         self, ids: tuple[int, ...], source: Any, repeats: int
@@ -299,6 +330,42 @@ class StageActor:
         """Logits and labels of the last evaluation, from the last stage."""
         collected: Any = self.stage.compute.loss
         return collected.scores()
+
+    # --- replicas --------------------------------------------------------------------------
+
+    def deliver_letter(self, generation: int, frame: Any) -> None:
+        """A letter of another replica, or of the Group Generator: enqueue only."""
+        if self._stage is not None and generation == self._spec.generation:
+            self._loop.call_soon(self._seat.on_frame, frame)
+
+    def on_member(self, event: MemberEvent) -> None:
+        """A replica came or went."""
+        self._loop.submit(_on_loop(self.seat.on_member, event)).result()
+
+    def leave(self) -> None:
+        """There are no more steps for this replica; it still answers others."""
+        self._loop.submit(_on_loop(self.seat.leave)).result()
+
+    def strategy_state(self) -> dict[str, Any]:
+        """What a newcomer adopts."""
+        return self._loop.submit(_on_loop(self.seat.strategy_state)).result()
+
+    def adopt(self, state: dict[str, Any], k: int) -> None:
+        """Join: others may write from now on; the first iteration will be `k`."""
+        self._loop.submit(_on_loop(self.seat.adopt, state, k)).result()
+
+    def take_over(self, saved: Any, k: int) -> None:
+        """Become what a donor saved, before its iteration `k`."""
+        state = StageState.from_bytes(np.asarray(saved).tobytes())
+        self._loop.submit(self.stage.load_state(as_newcomer(state))).result()
+        sync = from_tree(state.notes["sync"], state.arrays)
+        self._loop.submit(_on_loop(self.seat.take_over, sync, k)).result()
+
+    @property
+    def seat(self) -> Seat:
+        assert self._stage is not None
+        assert self._spec.fleet is not None
+        return self._seat
 
     def abort(self, why: str) -> None:
         """End the running step, if there is one."""

@@ -50,23 +50,26 @@ def assemble(
     `session` tells lives of a client of embedding shards apart; it only rises.
     """
     index, last = spec.index, spec.num_stages - 1
-    uplink = Uplink(spec.topology.uplink_bps(index))
+    first, node = spec.first_node, spec.node
+    uplink = Uplink(spec.topology.uplink_bps(node))
 
     def link_to(target: int, name: str) -> LinkLike:
         return wrap_link(
             Link(
-                spec.topology.link(index, target),
+                spec.topology.link(node, first + target),
                 uplink,
                 deliver_to(target),
-                seed=spec.seed * 1009 + index * 31 + target,
-                name=f"{index}->{name}",
+                seed=spec.seed * 1009 + node * 31 + first + target,
+                name=f"{node}->{name}",
             )
         )
 
     links = {
-        target: link_to(target, str(target)) for target in range(spec.num_stages) if target != index
+        target: link_to(target, str(first + target))
+        for target in range(spec.num_stages)
+        if target != index
     }
-    wiring = Wiring(links=links)
+    wiring = Wiring(links=links, uplink=uplink)
     stage = Stage(
         index=index,
         num_stages=spec.num_stages,
@@ -79,6 +82,7 @@ def assemble(
         replica=spec.replica,
         wire=wire,
         first_block=spec.first_block,
+        first_node=first,
     )
 
     if spec.embedding is not None:

@@ -14,7 +14,7 @@ from netsim.link import LinkLike
 from stages.ends import FRAMES, StageTimeout, WireFormat, part_of, turn_of
 from stages.plan import Turn
 
-REQUESTS = ("nack", "want")
+REQUESTS = ("nack", "want", "sync")
 AGAIN = "again"
 NUM_ASKS = 8
 """A message is asked for again this often within the deadline: it is small, so asking is cheap."""

@@ -26,21 +26,27 @@ class Courier:
     def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
         self.source = source
         self._on_error = on_error
-        self._frames: SimpleQueue[tuple[Any, int, int, bytes]] = SimpleQueue()
+        self._frames: SimpleQueue[tuple[Any, str, tuple[int, ...], bytes]] = SimpleQueue()
         Thread(target=self._main, name="courier", daemon=True).start()
 
     def push(self, peer: Any, target: int, generation: int, frame: bytes) -> None:
-        """Hand a frame to an actor; returns at once."""
-        self._frames.put((peer, target, generation, frame))
+        """Hand a frame to an actor of this replica; returns at once."""
+        self._frames.put((peer, f"stage {target}", (self.source, generation), frame))
+
+    def post(self, peer: Any, replica: int, generation: int, frame: bytes) -> None:
+        """Hand a letter to an actor of another replica; returns at once."""
+        self._frames.put((peer, f"replica {replica}", (generation,), frame))
 
     def _main(self) -> None:
         while True:
-            peer, target, generation, frame = self._frames.get()
+            peer, target, tags, frame = self._frames.get()
             payload: Any = frame
             if len(frame) > VIEW_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
             try:
-                peer.deliver.remote(self.source, generation, payload)
+                # Two tags: a frame of a neighbour. One: a letter of a replica.
+                method = peer.deliver if len(tags) == 2 else peer.deliver_letter
+                method.remote(*tags, payload)
             except Exception as error:  # whatever it is, the thread must live and the stage hear
-                self._on_error(f"pushing to stage {target} failed: {error!r}")
+                self._on_error(f"pushing to {target} failed: {error!r}")
             del peer, frame, payload  # an idle courier must not keep a frame alive

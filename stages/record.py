@@ -75,6 +75,12 @@ class StepRecord:
     crowding: float = 1.0
     """Threads that wanted each core of the stage's machine; see `stages.crowding`."""
 
+    replica: int = 0
+    """With several, `stage` counts the stages of all of them: replica 1 of two stages has 2, 3."""
+
+    sync: dict[str, Any] = field(default_factory=dict)
+    """With replicas: what this stage's part of the synchronisation did, see `stages.sync.seat`."""
+
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON can hold it."""
         return {one.name: getattr(self, one.name) for one in fields(self)}

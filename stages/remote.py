@@ -12,6 +12,12 @@ from stages.actor import SPARE, StageActor
 CONCURRENCY = {"net": 1, "control": 1, "save": 1, "carry": 32}
 GROUPS = {
     "deliver": "net",
+    "deliver_letter": "net",
+    "connect_fleet": "control",
+    "on_member": "control",
+    "leave": "control",
+    "strategy_state": "control",
+    "adopt": "control",
     "discard": "net",
     "abort": "control",
     "nudge": "control",
@@ -27,10 +33,17 @@ GROUPS = {
 ORDERS = ("run_step", "begin_step", "forward", "backward", "squared_norms", "finish_step")
 """Calls of a step, one at a time: whether an actor is in one is seen by `is_at_work`."""
 
-ONE_WAY = ("deliver",)
+ONE_WAY = ("deliver", "deliver_letter")
 
 
-def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPREAD") -> Any:
+def remote_stage(
+    index: int,
+    *,
+    name: str,
+    num_gpus: float,
+    strategy: Any = "SPREAD",
+    replica: int | None = None,
+) -> Any:
     """Start a stage actor, or a `SPARE`, where `strategy` says. State would be lost by a restart,
     so Ray must not restart it."""
     cls: Any = type("SpareStage" if index == SPARE else "PipelineStage", (StageActor,), {})
@@ -46,7 +59,7 @@ def remote_stage(index: int, *, name: str, num_gpus: float, strategy: Any = "SPR
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
     remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
     placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
-    return placed.remote(index)
+    return placed.remote(index, replica)
 
 
 def own_copy(method: Callable[..., Any]) -> Callable[..., Any]:

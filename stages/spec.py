@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,6 +14,9 @@ from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.loss import LossFn
 from stages.mishap import LinkFault, Mishap
 from stages.optim import OptimSpec
+
+if TYPE_CHECKING:
+    from stages.sync.fleet_spec import FleetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +62,16 @@ class StageSpec:
     link_faults: tuple[LinkFault, ...] = ()
     embedding: EmbeddingSpec | None = None
     """Of stage 0, if its input is made of rows on shards."""
+
+    fleet: FleetSpec | None = None
+    """The other replicas, if there are any."""
+
+    @property
+    def first_node(self) -> int:
+        """The node of this replica's stage 0 in the topology."""
+        return self.replica * self.num_stages if self.fleet is not None else 0
+
+    @property
+    def node(self) -> int:
+        """This stage's node in the topology, and its place in the books."""
+        return self.first_node + self.index

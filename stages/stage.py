@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from compressors.frame import FrameError, FrameHeader
 from stages.actions import Actions
@@ -43,6 +43,16 @@ State = Literal["idle", "running", "prepared", "committing", "undoing"]
 """`prepared`: has sent its norms, only stage 0 knows what becomes of the step."""
 
 
+class SyncSeat(Protocol):
+    """A stage's place among the replicas, see `stages.sync.seat`."""
+
+    async def step(self, plan: StepPlan) -> float | None: ...
+    def on_word(self, header: FrameHeader) -> None: ...
+    def numbers(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class StageAborted(RuntimeError):
     """The driver ended the step because something failed elsewhere."""
 
@@ -64,6 +74,7 @@ class Stage:
         replica: int = 0,
         wire: WireFormat = FRAMES,
         first_block: int = 0,
+        first_node: int = 0,
     ) -> None:
         self.wire = wire
         self.index = index
@@ -83,7 +94,7 @@ class Stage:
             replica=replica,
             wire=wire,
         )
-        self._books = Books(index, wiring, recorder)
+        self._books = Books(index, wiring, recorder, first_node=first_node, replica=replica)
         self.passes = Passes(compute, samples, is_first=self.is_first, is_last=self.is_last)
         self._actions = Actions(
             index=index,
@@ -110,6 +121,9 @@ class Stage:
 
         self.feed: Feed | None = None
         """Rows of embedding tables for stage 0, if the model has any."""
+
+        self.seat: SyncSeat | None = None
+        """Its place among the replicas, if there are any."""
 
         self.on_point: Callable[[str, StepPlan], None] | None = None
         """Called where a test may want the stage to end; see `stages.mishap`."""
@@ -146,8 +160,11 @@ class Stage:
         start = asyncio.get_running_loop().time()
         try:
             await self.begin(plan)
-            await self._actions.run(plan)
-            norm = await (self._flush(plan) if plan.train else self._see_off(plan))
+            if plan.train and self.seat is not None:
+                norm = await self.seat.step(plan)
+            else:
+                await self.act(plan)
+                norm = await (self._flush(plan) if plan.train else self._see_off(plan))
         except BaseException as error:
             self._running = None
             await self._undo(plan)
@@ -194,6 +211,10 @@ class Stage:
         elif self._state == "running":  # by hand: nobody runs who could clean up
             self._background.spawn(self._rollback())
 
+    async def act(self, plan: StepPlan) -> None:
+        """Both passes of every micro-batch."""
+        await self._actions.run(plan)
+
     async def _resolve(self, plan: StepPlan) -> None:
         """End the doubt about an earlier step: the driver knows whether it was committed."""
         if self._doubt is None:
@@ -204,7 +225,7 @@ class Stage:
                 "go", doubt.turn, source=0, deadline_s=plan.deadline_s, ask_first=True
             )
             self._state = "committing"
-            await self._commit(doubt, answer["factor"])
+            await self.commit(doubt, answer["factor"])
         else:
             await self._rollback()
         self._doubt = None
@@ -244,6 +265,12 @@ class Stage:
 
     async def _flush(self, plan: StepPlan) -> float:
         """Agree on the norm, update, commit; returns the global gradient norm."""
+        norm, factor = await self.agree_on_norm(plan)
+        await self.commit(plan, factor)
+        return norm
+
+    async def agree_on_norm(self, plan: StepPlan) -> tuple[float, float]:
+        """The global gradient norm, and what every gradient is multiplied by. Then commit."""
         control, turn, deadline_s = self.control, plan.turn, plan.deadline_s
         loop = asyncio.get_running_loop()
         self._pass("norm", plan)
@@ -268,8 +295,7 @@ class Stage:
             self._state = "committing"
             norm, factor = answer["norm"], answer["factor"]
         self.recorder.add("sync", "norm", -1, start, loop.time())
-        await self._commit(plan, factor)
-        return float(norm)
+        return float(norm), float(factor)
 
     async def _see_off(self, plan: StepPlan) -> None:
         """End an evaluation: the last stage has seen everything, so nothing need be kept."""
@@ -288,7 +314,8 @@ class Stage:
             self.feed.finish()
         self.close()
 
-    async def _commit(self, plan: StepPlan, factor: float) -> None:
+    async def commit(self, plan: StepPlan, factor: float) -> None:
+        """Update by gradients times `factor`; by nothing if it is 0, they are only cleared."""
         await self._background.wait()  # a resend changes rows: it belongs to this step
         await self.lanes.compute.run("update", "update", -1, self.finish, plan, factor)
         if self.feed is not None:
@@ -305,6 +332,11 @@ class Stage:
         self.committed = plan.step
         self._pass("committed", plan)
 
+    def skip(self, plan: StepPlan) -> None:
+        """The step was not run, and the next one may come (replicas that are behind)."""
+        self.committed = plan.step
+        self.close()
+
     def close(self) -> None:
         """Let go of what was kept in case it had to be sent again."""
         self.wiring.forget_sent()
@@ -317,7 +349,8 @@ class Stage:
         self.wiring.retire()
 
     def record(self, plan: StepPlan, start: float, norm: float | None) -> StepRecord:
-        """What this stage did in the step that just ended."""
+        """What this stage did in the step that just ended; skipped if there is no norm."""
+        is_skipped = plan.train and norm is None
         events, self.control.events = self.control.events, []
         if self.keeper is not None:
             events, self.keeper.events = [*events, *self.keeper.events], []
@@ -327,11 +360,12 @@ class Stage:
             plan,
             start=start,
             end=asyncio.get_running_loop().time(),
-            loss=self.passes.loss if self.is_last else None,
+            loss=self.passes.loss if self.is_last and not is_skipped else None,
             num_tokens=self.passes.num_tokens,
             norm=norm,
             events=events,
             embedding={} if self.feed is None else self.feed.numbers(),
+            sync=self.seat.numbers() if self.seat is not None and plan.train else None,
         )
 
     # --- between steps ----------------------------------------------------------------------
@@ -407,6 +441,10 @@ class Stage:
     def _on_request(self, header: FrameHeader) -> None:
         """A neighbour asks for a frame again."""
         body = header.body
+        if body["op"] == "sync":
+            if self.seat is not None:
+                self.seat.on_word(header)
+            return
         activation = body.get("kind") == "activation"
         end = self.wiring.activation_out if activation else self.wiring.gradient_out
         # Once the step commits everybody has everything: nothing may touch its rows any more.

@@ -153,6 +153,8 @@ async def gather_state(stage: Stage) -> StageState:
             "name": end.codec.name,
             "state": to_tree(state, f"codec/{name}", arrays),
         }
+    if stage.seat is not None:
+        notes["sync"] = to_tree(stage.seat.state_dict(), "sync", arrays)
     return StageState(arrays=arrays, notes=notes)
 
 
@@ -179,6 +181,21 @@ async def restore_state(stage: Stage, state: StageState) -> None:
         lane = stage.lanes.transmit if isinstance(end, SendingEnd) else stage.lanes.receive
         tree = from_tree(saved["state"], state.arrays)
         await lane.run("sync", "load", -1, end.codec.load_state_dict, tree)
+    if stage.seat is not None and "sync" in state.notes:
+        stage.seat.load_state_dict(from_tree(state.notes["sync"], state.arrays))
+
+
+def as_newcomer(state: StageState) -> StageState:
+    """The state of another replica's stage, for one that begins: weights and optimizer are the
+    same, what its codecs remember of samples that the newcomer never sent is not."""
+    notes = {**state.notes, "codec": {}, "fresh": list(state.notes["codec"])}
+    del notes["sync"]
+    arrays = {
+        name: tensor
+        for name, tensor in state.arrays.items()
+        if name.startswith(("weights/", "optimizer/", "random/"))
+    }
+    return StageState(arrays=arrays, notes=notes)
 
 
 def ends_of(wiring: Wiring) -> dict[str, SendingEnd | ReceivingEnd]:

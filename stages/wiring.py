@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from netsim.link import LinkLike
+from netsim.shaper import Uplink
 from stages.ends import SendingEnd
 from stages.lanes import Lane
 from stages.plan import StepPlan
@@ -18,6 +19,12 @@ class Wiring:
 
     links: Mapping[int, LinkLike]
     """By target stage; control messages go to any stage, tensors to neighbours."""
+
+    uplink: Uplink | None = None
+    """What all links of this node share."""
+
+    replica_links: dict[int, LinkLike] = field(default_factory=dict)
+    """By replica: to its same stage, made when they are first needed."""
 
     activation_in: ReceivingEnd | None = None
     activation_out: SendingEnd | None = None
@@ -50,7 +57,7 @@ class Wiring:
         """Let go of tasks, links, rows and their files."""
         for receiving in self.receiving():
             receiving.retire()
-        for link in self.links.values():
+        for link in (*self.links.values(), *self.replica_links.values()):
             link.close()
         for end in self.ends():
             end.codec.close()

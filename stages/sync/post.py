@@ -11,6 +11,7 @@ arrives twice, late or out of order is recognised by it. Letters with a packet a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -47,6 +48,9 @@ class Post:
         self.stage = stage
         self.handlers: dict[str, Handler] = {}
         self.num_damaged = 0
+        self.fp32_nbytes = 0
+        """What the tensors sent so far would have taken in fp32; whoever reads it may clear it."""
+
         self._link_to = link_to
         self._wire = wire
         self._num_sent: Counter[int] = Counter()
@@ -76,6 +80,9 @@ class Post:
             body={"op": op} if body is None else {"op": op, **body},
         )
         frame = self._wire.pack(header, packet)
+        if packet is not None and self._wire is FRAMES:  # a simulated one knows only its size
+            num_values = packet.meta.get("num_values") or math.prod(packet.shape)
+            self.fp32_nbytes += 4 * int(num_values)
         self._link_to(target).send(frame, kind=header.kind)
         return frame_nbytes(frame)
 

@@ -45,8 +45,10 @@ class Replica:
         exchanges: Sequence[Exchange],
         rules: Sequence[Rule],
         on_step: Callable[[int, int], None] | None = None,
+        late: Sequence[Exchange] | None = None,
     ) -> None:
-        """`on_step(index, k)` hears of every iteration entered."""
+        """`on_step(index, k)` hears of every iteration entered; `late` are the exchanges that live
+        here, all of them unless stages are actors of their own."""
         self.index = index
         self.trainer = trainer
         self.strategy = strategy
@@ -63,7 +65,7 @@ class Replica:
         """Contributors of the latest exchange, by stage."""
 
         self._on_step = on_step
-        for exchange in exchanges:
+        for exchange in exchanges if late is None else late:
             exchange.inbox.on_late = strategy.late
 
     def open(self, anchors: Sequence[Any]) -> None:
@@ -102,9 +104,9 @@ class Replica:
             await self.trainer.compute(k)
             if strategy.at == "grad":
                 await self._agree(k)
-                self._update(k)
+                await self._update(k)
             else:
-                self._update(k)
+                await self._update(k)
                 if (k + 1) % strategy.every == 0:
                     await self._agree(k)
         self.num_run += 1
@@ -130,18 +132,14 @@ class Replica:
         for rule, saved in zip(self.rules, state["rules"], strict=True):
             rule.load_state_dict(saved)
 
-    def _update(self, k: int) -> None:
-        for rule, shard in zip(self.rules, self.trainer.shards, strict=True):
-            if not rule.updates:
-                shard.update(k)
-
     async def _agree(self, k: int) -> None:
         """Exchange until one exchange goes well; what is sent stays the same."""
-        outgoing = [rule.outgoing(shard, k) for rule, shard in self._stages()]
+        outgoing = await self._outgoing(k)
         while True:
             with self._waiting("plan"):
                 plan = await self.strategy.plan(k)
             if plan.op == "none":
+                await self._pass_over()
                 return
             try:
                 results = await self._finish(self._begin(plan, outgoing), plan)
@@ -149,34 +147,61 @@ class Replica:
                 self.num_interrupted += 1
                 continue
             break
-        self._take(k, results)
+        await self._take(k, results)
 
     async def _step_overlapped(self, k: int) -> None:
         """Post first, compute while the others' letters arrive, mix, update."""
         plan = await self.strategy.plan(k)
-        outgoing = [rule.outgoing(shard, k) for rule, shard in self._stages()]
-        for exchange, vector in zip(self.exchanges, outgoing, strict=True):
-            exchange.publish(plan, vector)
+        await self._publish(k, plan)
         await self.trainer.compute(k)
         await self._mix(k, plan)
-        self._update(k)
+        await self._update(k)
 
     async def _mix(self, k: int, plan: SyncPlan) -> None:
         with self._waiting("updates"):
             plan = await self.strategy.complete(plan)
         if plan.op == "none":
+            await self._pass_over()
             return
-        own = [shard.parameters() for shard in self.trainer.shards]
-        results = await self._finish(self._begin(plan, own), plan)
-        self._take(k, results)
+        results = await self._finish(self._begin(plan, await self._parameters()), plan)
+        await self._take(k, results)
 
     async def _advance(self, num_steps: int) -> None:
         with self._waiting("gate"):
             k = min(await self.strategy.gate(self.k + 1), num_steps)
         if k > self.k + 1:
             self.num_skipped += k - self.k - 1
-            await self._mix(k, self.strategy.refresh(k))
+            await self._jump(k)
         self.k = k
+
+    # --- the stages' part of it: at once here, by messages where stages are actors ---------------
+
+    async def _outgoing(self, k: int) -> list[Any]:
+        """What each stage's rule sends."""
+        return [rule.outgoing(shard, k) for rule, shard in self._stages()]
+
+    async def _parameters(self) -> list[Any]:
+        return [shard.parameters() for shard in self.trainer.shards]
+
+    async def _publish(self, k: int, plan: SyncPlan) -> None:
+        for exchange, vector in zip(self.exchanges, await self._outgoing(k), strict=True):
+            exchange.publish(plan, vector)
+
+    async def _update(self, k: int) -> None:
+        for rule, shard in zip(self.rules, self.trainer.shards, strict=True):
+            if not rule.updates:
+                shard.update(k)
+
+    async def _take(self, k: int, results: Sequence[SyncResult]) -> None:
+        for (rule, shard), result in zip(self._stages(), results, strict=True):
+            rule.incoming(shard, k, result)
+
+    async def _pass_over(self) -> None:
+        """Nothing is exchanged this time."""
+
+    async def _jump(self, k: int) -> None:
+        """Before `k`, which is further on than the next, is entered."""
+        await self._mix(k, self.strategy.refresh(k))
 
     def _begin(self, plan: SyncPlan, vectors: Sequence[Any]) -> list[Handle]:
         return [exchange.begin(plan, v) for exchange, v in zip(self.exchanges, vectors)]
@@ -198,10 +223,6 @@ class Replica:
         self.strategy.finished(plan, results)
         self.groups = [result.contributors for result in results]
         return results
-
-    def _take(self, k: int, results: Sequence[SyncResult]) -> None:
-        for (rule, shard), result in zip(self._stages(), results, strict=True):
-            rule.incoming(shard, k, result)
 
     def _stages(self) -> list[tuple[Rule, Shard]]:
         return list(zip(self.rules, self.trainer.shards, strict=True))

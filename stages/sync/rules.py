@@ -140,13 +140,17 @@ class FrozenAdam:
         self._beta1 = beta1
         self._beta2 = beta2
         self._eps = eps
-        self._decay = weight_decay
+        self._decay: Any = weight_decay
         self.count = 0
         self._mean: Any = None
         self._variance: Any = None
 
     def open(self, anchor: Any) -> None:
         """Momenta start at zero, wherever the parameters do."""
+
+    def decay_only(self, mask: Any) -> None:
+        """Weight decay where `mask` is 1, none where it is 0."""
+        self._decay = self._decay * mask
 
     def outgoing(self, shard: Shard, k: int) -> Any:
         gradient = shard.gradients()

@@ -64,7 +64,8 @@ class Updates:
         vectors, weights = [], []
         for source, weight in plan.weights.items():
             tag = plan.versions.get(source)
-            if tag is not None:  # a neighbour that never spoke counts as oneself
+            # A neighbour that never spoke, or has just gone, counts as oneself.
+            if tag is not None and source in self._versions:
                 vectors.append(self._versions[source][tag])
                 weights.append(weight)
         if not vectors:

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "netsim": {"netsim"},
 }
 SPEAK_RAY = {
+    "stages.sync.generator_actor",
     "stages.actor",
     "stages.remote",
     "stages.embedding.shard_actor",
@@ -33,6 +34,8 @@ SPEAK_RAY = {
     "ray_pipe.machine",
     "ray_pipe.pipeline",
     "ray_pipe.hearing",
+    "ray_pipe.replicas",
+    "ray_pipe.replica_actors",
     "ray_pipe.rescue",
     "ray_pipe.spares",
     "ray_pipe.shards",

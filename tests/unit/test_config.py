@@ -32,6 +32,7 @@ from ray_pipe.config import (
     OptimConfig,
     PipelineConfig,
     RunConfig,
+    SyncConfig,
     check_corpus,
     check_memory,
     check_memory_cap,
@@ -53,6 +54,7 @@ SECTIONS = (
     NetworkConfig,
     OptimConfig,
     PipelineConfig,
+    SyncConfig,
 )
 
 

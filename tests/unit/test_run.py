@@ -185,6 +185,8 @@ DEFAULTS = {
     "--wire": "fp16-rowscale",
     "--prune": "0",
     "--capacity": "2GiB",
+    "--replicas": "1",
+    "--sync-bits": "4",
 }
 
 
@@ -202,10 +204,14 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
         *("--name", "--address", "--dashboard"),
         *("--checkpoint-every", "--checkpoint-dir", "--resume"),
         *("--spill", "--columns"),
+        *("--sync", "--sync-codec", "--slow"),
     }
 
     assert flags == {*DEFAULTS, *without}
 
+
+HOP = ["--replicas", "4", "--sync", "hop", "--set"]
+RIPPLES = ["--replicas", "4", "--sync", "ripples", "--set"]
 
 # --- refusals --------------------------------------------------------------------------------
 
@@ -247,12 +253,28 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
         (["--task", "ctr", "--columns", "label=x; ids=y"], ["--columns", "--data FILE.csv"]),
         (["--task", "ctr", "--transport", "refs"], ["--transport push"]),
         (["--task", "ctr", "--recompute"], ["--recompute", "leave it out"]),
+        (["--sync", "hop"], ["--sync hop", "one replica", "--replicas 2 or more"]),
+        (["--replicas", "4", "--sync", "rippels"], ["'rippels'", "did you mean 'ripples'?"]),
+        ([*HOP, "sync.max_gap=0"], ["sync.max_gap is 0", "set 1 or more"]),
+        ([*HOP, "sync.backup_workers=3"], ["only 3 neighbours", "at most 2", "denser graph"]),
+        ([*HOP, "sync.graph=rings"], ["'rings'", "did you mean 'ring'?"]),
+        ([*HOP, "sync.graph=APART"], ["not connected", "replica 3", "sync.graph=ring"]),
+        ([*RIPPLES, "sync.group_size=5"], ["sync.group_size is 5", "4 replicas", "2 to 4"]),
+        (["--replicas", "4", "--slow", "2:4"], ["--slow", "'2:4'", "'2:4x'"]),
+        (["--replicas", "4", "--slow", "4:2x"], ["no replica 4", "0 to 3"]),
+        (["--replicas", "2", "--sync-codec", "int3"], ["no codec 'int3'"]),
+        (["--replicas", "2", "--sync-bits", "9"], ["sync.bits is 9", "at most 8"]),
+        (["--replicas", "2", "--transport", "refs"], ["--transport push"]),
+        (["--task", "ctr", "--replicas", "2"], ["--task ctr", "--replicas"]),
     ],
 )
 def test_a_refusal_is_one_paragraph_on_stderr_and_exit_2(
-    command: Command, argv: list[str], parts: list[str]
+    command: Command, argv: list[str], parts: list[str], tmp_path: Path
 ) -> None:
-    code = command(*argv)
+    apart = tmp_path / "apart.txt"
+    apart.write_text("0<->1\n1<->2\n", encoding="utf-8")  # replica 3 has no edge
+
+    code = command(*(word.replace("APART", str(apart)) for word in argv))
 
     assert code == 2
     assert command.out == ""

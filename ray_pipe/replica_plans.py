@@ -1,0 +1,142 @@
+"""From the settings to a fleet of replicas: strategy, shards, nodes. Refuses what cannot work.
+
+Stage s of replica r is node `r * stages + s` of the topology. A few nodes more are kept for
+replicas that join, and the last one is the Group Generator's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compressors.registry import CodecSpec
+from netsim.topology import Topology
+from ray_pipe.errors import ConfigError
+from stages.sync.fleet_spec import FleetSpec
+from stages.sync.mixing import GraphError
+from stages.sync.slowness import SlownessError, parse_slow
+from stages.sync.strategies import SyncSpec, SyncSpecError, check_spec
+
+if TYPE_CHECKING:
+    from ray_pipe.config import RunConfig
+
+MIN_WARMUP = 4
+WORK_SHARING = ("ad-psgd",)
+"""Strategies in which nobody waits for a slow replica, beside Ripples with its generator."""
+
+
+def sync_spec(config: RunConfig, codec: str, *, num_steps: int) -> SyncSpec:
+    """The strategy of one arm; `codec` is the arm's own."""
+    sync, optim = config.sync, config.optim
+    name = sync.strategy
+    payload = sync.codec
+    if payload is None:
+        payload = "directq" if name == "quantized-adam" and codec != "fp32" else "fp32"
+    group_size = sync.group_size
+    if group_size is None:
+        group_size = max(2, min(4, sync.replicas))
+    local_steps = sync.local_steps
+    if local_steps is None:
+        local_steps = 8 if name == "local" else 1
+    return SyncSpec(
+        name=name,
+        codec=CodecSpec(
+            name=payload,
+            bits=sync.bits,
+            grid=config.codec.grid,
+            group=config.codec.group,
+            rounding=config.codec.rounding,
+            density=config.codec.density,
+            seed=config.seed,
+        ),
+        route=sync.route,
+        graph=sync.graph,
+        max_gap=sync.max_gap,
+        backup_workers=sync.backup_workers,
+        staleness=sync.staleness,
+        skip=sync.skip,
+        group_size=group_size,
+        slowdown_threshold=sync.slowdown_threshold,
+        isolation_rounds=sync.isolation_rounds,
+        groups=sync.groups,
+        local_steps=local_steps,
+        outer_lr=sync.outer_lr,
+        outer_momentum=sync.outer_momentum,
+        warmup=max(MIN_WARMUP, num_steps // 10) if sync.warmup is None else sync.warmup,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        deadline_s=config.deadline_s,
+        deadline_k=sync.deadline_k,
+        seed=config.seed,
+    )
+
+
+def fleet_spec(config: RunConfig, codec: str, *, num_steps: int) -> FleetSpec | None:
+    """What every stage is told about the replicas; None where there is only one."""
+    if config.sync.replicas == 1:
+        return None
+    spec = sync_spec(config, codec, num_steps=num_steps)
+    return FleetSpec(
+        sync=spec,
+        members=tuple(range(config.sync.replicas)),
+        num_steps=num_steps,
+        slow=parse_slow(config.sync.slow, num_replicas=config.sync.replicas),
+        slow_seed=config.seed,
+    )
+
+
+def shares_work(sync: SyncSpec) -> bool:
+    """Whether a fast replica may do more steps than a slow one: then the run ends when all of them
+    together have done the steps that were asked for."""
+    return sync.name in WORK_SHARING or (sync.name == "ripples" and sync.groups == "smart")
+
+
+def num_nodes(config: RunConfig) -> int:
+    """Nodes of the run's topology."""
+    stages, replicas = config.pipeline.stages, config.sync.replicas
+    return stages if replicas == 1 else 2 * replicas * stages + 1
+
+
+def run_topology(config: RunConfig) -> Topology:
+    """The links of the run."""
+    network, nodes = config.network, num_nodes(config)
+    if network.topology is not None:
+        # Nodes beyond those of the replicas are not the file's to speak of.
+        Topology.load(network.topology, config.sync.replicas * config.pipeline.stages)
+        return Topology.load(network.topology, nodes)
+    return Topology.uniform(
+        nodes, network.bandwidth_bps, network.latency_s, network.jitter_s, network.loss_rate
+    )
+
+
+def check_sync(config: RunConfig) -> None:
+    """Refuse a strategy, a graph or a slowness that cannot work, before anything is started."""
+    sync = config.sync
+    if sync.replicas == 1:
+        for option, given in (("--sync", sync.name), ("--slow", sync.slow and sync.slow[0])):
+            if given:
+                raise ConfigError(
+                    f"{option} {given}: there is one replica and nobody to agree with; give "
+                    "--replicas 2 or more."
+                )
+        return
+    if config.task != "text":
+        raise ConfigError(
+            f"--task {config.task} trains one pipeline so far; leave out --replicas "
+            f"{sync.replicas}."
+        )
+    if config.pipeline.transport != "push":
+        raise ConfigError(
+            f"--transport {config.pipeline.transport} runs one pipeline; with --replicas "
+            f"{sync.replicas} use --transport push."
+        )
+    try:
+        for arm in config.arms:
+            check_spec(sync_spec(config, arm.name, num_steps=1), sync.replicas)
+    except (SyncSpecError, GraphError) as error:
+        raise ConfigError(f"--sync {sync.strategy}: {error}.") from None
+    try:
+        parse_slow(sync.slow, num_replicas=sync.replicas)
+    except SlownessError as error:
+        raise ConfigError(f"--slow: {error}.") from None

@@ -1,0 +1,387 @@
+"""Several copies of the pipeline: every replica at its own pace, one row for each step of all.
+
+Path: ray_pipe.pipeline -> ray_pipe.replicas
+
+Each replica is shipped its own plans, a step ahead. How far they may part is their strategy's
+business (`stages.sync`), which they settle among themselves; the driver only watches. A replica of
+which a stage fails is ended as a whole and the others are told: they hold the same parameters, so
+no black box is needed (decision 21). One may join while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from ray_pipe.checkpoint_files import stage_file
+from ray_pipe.failures import name_failure, to_error
+from ray_pipe.fleet_book import FleetBook
+from ray_pipe.pipeline import AHEAD, PATIENCE_DEADLINES, PATIENCE_S, Item, Pipeline
+from ray_pipe.plans import Arm
+from ray_pipe.recovery import Failure, replica_verdict
+from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.replica_plans import shares_work
+from ray_pipe.replica_rows import RowsByStep, RowsByWork
+from stages.plan import StepPlan
+from stages.record import StepRecord
+from stages.state import StageState
+from stages.sync.strategy import MemberEvent
+
+LOCKSTEP = ("allreduce", "quantized-adam", "local")
+"""Strategies in which all replicas change members at the same iteration."""
+
+TAIL = 4
+"""So many steps of each replica before the end of shared work nobody is sent two steps at once."""
+
+HEAR_TIMEOUT_S = 60.0
+GENERATOR_PATIENCE_S = 5.0
+Records = list[StepRecord]
+
+
+@dataclass(kw_only=True)
+class Track:
+    """One replica as the driver sees it."""
+
+    index: int
+    next_step: int = 0
+    """The first that it was not sent."""
+
+    num_done: int = 0
+    flight: deque[Item] = field(default_factory=deque)
+    """Steps that it was sent, in order."""
+
+    has_left: bool = False
+    stop: int | None = None
+    """Sends wait before this step: a newcomer is about to copy this replica."""
+
+
+class ReplicaPipeline(Pipeline):
+    """All replicas of one arm; `handles` and `specs` are of all stages, replica by replica."""
+
+    actors: ReplicaActors
+
+    def __init__(
+        self,
+        actors: ReplicaActors,
+        arm: Arm,
+        *,
+        epoch_s: float,
+        failures: list[Failure] | None = None,
+    ) -> None:
+        assert arm.fleet is not None
+        self.fleet = arm.fleet
+        self.num_stages = actors.num_stages
+        self.epoch = 0
+        self.dead: set[int] = set()
+        self.tracks = {index: Track(index=index) for index in self.fleet.members}
+        self.book = FleetBook(strategy=self.fleet.sync.name)
+        self.on_event: Callable[[str], None] = lambda text: None
+        self.can_train_on = self.fleet.sync.name in LOCKSTEP
+        self._by_work = shares_work(self.fleet.sync)
+        self._asked: Any = None
+        self._revive(actors)
+        super().__init__(actors, arm, epoch_s=epoch_s, failures=failures)
+        self._start_generator()
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.handles) // self.num_stages
+
+    @property
+    def alive(self) -> list[int]:
+        return sorted(self.tracks)
+
+    def set_up(self, stages: range | tuple[int, ...], *, reborn: bool = False) -> dict[Any, int]:
+        """Calls that make these actors stages of this arm."""
+        ends = (0, self.num_stages - 1)
+        return {
+            self.handles[index].setup.remote(
+                self.specs[index],
+                self._samples if index % self.num_stages in ends else None,
+                self.transport,
+                reborn,
+            ): index
+            for index in stages
+        }
+
+    def _revive(self, actors: ReplicaActors) -> None:
+        """Replicas that died in an earlier arm begin this one with the others."""
+        for replica in sorted(actors.dead):
+            actors.add(replica)
+        if actors.dead:
+            actors.dead.clear()
+            actors.introduce()
+
+    def _start_generator(self) -> None:
+        sync = self.fleet.sync
+        if self.actors.generator is not None:
+            ray.kill(self.actors.generator)
+            self.actors.generator = None
+        if sync.name == "ripples" and sync.groups == "smart":
+            from stages.sync.generator_actor import remote_generator
+
+            self.actors.generator = remote_generator(
+                self.fleet,
+                self.arm.topology,
+                num_stages=self.num_stages,
+                generation=self.specs[0].generation,
+                leaders=self.actors.leaders(),
+                name=self.actors.name_of(f"group-generator-{self.specs[0].generation}"),
+            )
+            ray.get(self.actors.generator.stats.remote(), timeout=HEAR_TIMEOUT_S)
+        self.actors.introduce(but=self.dead)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def train(self, steps: range | None = None) -> Generator[Records, None, None]:
+        """Run the arm's steps (or some more); yields the records of each row, in order."""
+        steps = range(self.arm.num_steps) if steps is None else steps
+        if not steps:
+            return
+        rows: RowsByStep | RowsByWork
+        rows = RowsByWork(steps.start, len(steps)) if self._by_work else RowsByStep(steps.start)
+        while rows.num_given < len(steps):
+            self._send(steps, rows)
+            if not any(track.flight for track in self.tracks.values()):
+                break
+            self._hear_one(rows)
+            for row in rows.ready(self._wanted(steps)):
+                self._ask_generator()
+                yield row
+        if isinstance(rows, RowsByWork):
+            self.settle(rows)
+            for row in rows.rest():
+                yield row
+        self._leave(steps)
+        self._ask_generator(wait=True)
+
+    def settle(self, rows: RowsByStep | RowsByWork | None = None) -> None:
+        """Let the steps that are in flight end."""
+        while any(track.flight for track in self.tracks.values()):
+            self._hear_one(rows)
+
+    def evaluate(self, plan: StepPlan) -> Records:
+        """Forward passes of every replica with its own parameters; the loss is their mean."""
+        self.settle()
+        calls = {}
+        for replica in self.alive:
+            # Turns must rise: where a fast replica ran ahead its own step counts.
+            own = max(plan.step, self.tracks[replica].next_step - 1)
+            part = self.current(replace(plan, step=own), replica)
+            for stage, handle in enumerate(self.actors.of(replica)):
+                calls[handle.run_step.options(name=f"{self.arm.name} evaluation").remote(part)] = (
+                    replica * self.num_stages + stage
+                )
+        records = self.gather(calls, doing="in an evaluation", step=plan.step)
+        losses = [record.loss for record in records if record.loss is not None]
+        mean = sum(losses) / len(losses) if losses else None
+        return [replace(record, step=plan.step, loss=mean) for record in records]
+
+    def current(self, plan: StepPlan, replica: int = 0) -> StepPlan:
+        """The plan with what may have changed since it was made; a slow replica has more time."""
+        slow = max((one.factor for one in self.fleet.slow), default=1.0)
+        return replace(plan, attempt=self.attempt, deadline_s=slow * self.deadlines.value_s)
+
+    def _wanted(self, steps: range) -> list[int]:
+        """Replicas without which no row is complete."""
+        return [
+            track.index
+            for track in self.tracks.values()
+            if self._by_work or track.num_done < steps.stop
+        ]
+
+    def _send(self, steps: range, rows: RowsByStep | RowsByWork) -> None:
+        """Keep every replica a step ahead, as long as there is work."""
+        progress = True
+        while progress:
+            progress = False
+            for track in sorted(self.tracks.values(), key=lambda one: one.next_step):
+                if self._may_send(track, steps, rows):
+                    self._send_one(track)
+                    progress = True
+
+    def _may_send(self, track: Track, steps: range, rows: RowsByStep | RowsByWork) -> bool:
+        if track.next_step == track.stop:
+            return False
+        if isinstance(rows, RowsByStep):
+            ahead = len(track.flight) < AHEAD and track.next_step < steps.stop
+            return ahead and not self._is_barrier(track.next_step)
+        flight = sum(len(other.flight) for other in self.tracks.values())
+        left = (rows.num_rows - rows.num_given) * len(self.tracks) - rows.num_waiting - flight
+        return left > 0 and len(track.flight) < (AHEAD if left > TAIL * len(self.tracks) else 1)
+
+    def _is_barrier(self, step: int) -> bool:
+        """The state after the step before is to be saved, and not everybody was sent that one."""
+        every = self.arm.config.checkpoint.every
+        if self.on_sent is None or every is None or step % every or not step:
+            return False
+        return any(other.next_step < step for other in self.tracks.values())
+
+    def _send_one(self, track: Track) -> None:
+        # A newcomer beyond the first replicas shares the samples of one of them.
+        shard = track.index % self.arm.num_replicas
+        step = track.next_step
+        item = Item(plan=self.arm.plan(step, shard))
+        plan = self.current(item.plan, track.index)
+        item.calls = {
+            handle.run_step.options(name=f"{self.arm.name} replica {track.index} step").remote(
+                plan
+            ): stage
+            for stage, handle in enumerate(self.actors.of(track.index))
+        }
+        track.flight.append(item)
+        track.next_step += 1
+        if self.on_sent is None:
+            return
+        if self._by_work:
+            sent = sum(other.next_step for other in self.tracks.values())
+            if sent % len(self.tracks) == 0:
+                self.on_sent(sent // len(self.tracks) - 1)
+        elif all(other.next_step > step for other in self.tracks.values()):
+            self.on_sent(step)
+
+    def _hear_one(self, rows: RowsByStep | RowsByWork | None) -> None:
+        """Wait for one call to end, and see what that means."""
+        owner = {
+            ref: (track, item, stage)
+            for track in self.tracks.values()
+            for item in track.flight
+            for ref, stage in item.calls.items()
+        }
+        slow = max((one.factor for one in self.fleet.slow), default=1.0)
+        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * slow * self.deadlines.value_s)
+        ready, _ = ray.wait(list(owner), num_returns=1, timeout=timeout_s)
+        if not ready:
+            silent = min(self.tracks.values(), key=lambda track: track.num_done)
+            stage = next(iter(silent.flight[0].calls.values())) if silent.flight else 0
+            why = RayError(f"no step of any replica ended within {timeout_s:.0f} s")
+            self.lose(silent.index, {stage: why})
+            return
+        track, item, stage = owner[ready[0]]
+        try:
+            item.results[stage] = ray.get(ready[0])
+        except RayError as error:
+            self.lose(track.index, {stage: error})
+            return
+        del item.calls[ready[0]]
+        if not item.calls:
+            track.flight.remove(item)
+            track.num_done = item.plan.step + 1
+            records = [item.results[place] for place in sorted(item.results)]
+            self.book.ended(track.index, item.plan.step, records)
+            if rows is not None:
+                rows.add(track.index, item.plan.step, records)
+
+    def _ask_generator(self, *, wait: bool = False) -> None:
+        """Have the Group Generator's counters, without waiting for them unless asked to."""
+        generator = self.actors.generator
+        if generator is None:
+            return
+        if self._asked is None:
+            self._asked = generator.stats.remote()
+        ready, _ = ray.wait([self._asked], timeout=GENERATOR_PATIENCE_S if wait else 0)
+        if not ready:
+            return
+        try:
+            stats = ray.get(self._asked)
+        except RayError:  # it is being restarted
+            self._asked = None
+            return
+        self._asked = None
+        if self.book.heard_generator(stats):
+            generator.connect.remote(self.actors.leaders())
+            self.on_event(self.book.events[-1])
+
+    def _leave(self, steps: range) -> None:
+        """Tell replicas that have nothing more to do; of shared work also between rounds, so that
+        nobody waits for them at a group."""
+        for track in self.tracks.values():
+            if self._by_work or steps.stop >= self.arm.num_steps:
+                self.actors.of(track.index)[0].leave.remote()
+
+    # --- members --------------------------------------------------------------------------------
+
+    def lose(self, replica: int, errors: dict[int, BaseException]) -> None:
+        """End what is left of a replica and tell the others; raises if the run must end here."""
+        track = self.tracks[replica]
+        step = track.flight[0].plan.step if track.flight else track.num_done
+        infos = self.infos[replica * self.num_stages :][: self.num_stages]
+        failure = name_failure(errors, step=step, infos=infos, arm=self.arm.name)
+        failure = replace(failure, replica=replica, num_left=len(self.tracks) - 1)
+        limit = self.arm.config.faults.max_failures
+        why = replica_verdict(failure, self.failures, max_failures=limit)
+        if why:
+            self.failures.append(replace(failure, num_left=0))
+            raise to_error(failure, doing=f"in step {step} of replica {replica}", hint=why)
+        del self.tracks[replica]
+        self.dead.add(replica)
+        self.actors.dead.add(replica)
+        self.actors.end(replica)
+        self.failures.append(failure)
+        self._announce("dead", replica, 0)
+        self.book.died(replica, str(failure))
+        self.on_failure(failure)
+
+    def _announce(self, kind: Any, replica: int, since: int) -> None:
+        self.epoch += 1
+        event = MemberEvent(kind=kind, replica=replica, epoch=self.epoch, since=since)
+        for other in self.alive:
+            self.actors.of(other)[0].on_member.remote(event)
+        if self.actors.generator is not None:
+            self.actors.generator.on_member.remote(event)
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """The mean of the replicas' weights, stage by stage, with the first one's optimizer."""
+        self.settle()
+        calls = {
+            handle.state_dict.remote(): replica * self.num_stages + stage
+            for replica in self.alive
+            for stage, handle in enumerate(self.actors.of(replica))
+        }
+        states = self.gather(calls, doing="telling its weights")
+        by_stage = [states[stage :: self.num_stages] for stage in range(self.num_stages)]
+        return [{**own[0], "module": _mean([s["module"] for s in own])} for own in by_stage]
+
+    def load_states(self, states: Sequence[StageState]) -> None:
+        """Make each stage what it was; every replica goes on after its own last step."""
+        calls = {
+            self.handles[index].load_state.remote(
+                np.frombuffer(state.to_bytes(), dtype=np.uint8)
+            ): (index)
+            for index, state in enumerate(states)
+        }
+        self.gather(calls, doing="loading its state")
+        for replica, track in self.tracks.items():
+            track.next_step = track.num_done = states[replica * self.num_stages].step + 1
+
+    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+        """Have every stage copy its state after the step that its replica was sent last."""
+        return {
+            handle.write_kept.remote(
+                handle.keep_state.remote(key, track.next_step - 1),
+                folder,
+                stage_file(track.index * self.num_stages + stage),
+            ): track.index * self.num_stages + stage
+            for track in self.tracks.values()
+            for stage, handle in enumerate(self.actors.of(track.index))
+        }
+
+
+def _mean(modules: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of equal tensors is that tensor, to the bit."""
+    first = modules[0]
+    return {
+        name: tensor
+        if not tensor.is_floating_point()
+        or all(bool((other[name] == tensor).all()) for other in modules[1:])
+        else sum(other[name] for other in modules) / len(modules)
+        for name, tensor in first.items()
+    }

@@ -1,0 +1,151 @@
+"""Replicas on real Ray actors: equal to one process where they must be, alive after a death."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from ray_pipe.config import RunConfig
+from ray_pipe.plans import Arm, arms_of, optim_spec
+from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.replicas import ReplicaPipeline
+from ray_pipe.workload import gpt_workload
+from stages.optim import clip_factor, make_optimizer, set_lr, squared_norms
+from stages.record import StepRecord
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def make_arm(sync: str, *, replicas: int, stages: int = 1, steps: int = 4, **changes: Any) -> Arm:
+    config = RunConfig.from_dict(
+        {
+            "compare": [],
+            "codec.name": "fp32",
+            "steps": steps,
+            "model.name": "gpt-nano",
+            "model.layers": 2,
+            "data.num_samples": 24 * replicas,
+            "pipeline.stages": stages,
+            "pipeline.micro_batches": 2,
+            "pipeline.micro_batch_size": 2,
+            "network.bandwidth_bps": "unlimited",
+            "optim.clip": 0.5,
+            "deadline_s": 20.0,
+            "sync.replicas": replicas,
+            "sync.name": sync,
+            **changes,
+        }
+    )
+    config.validate()
+    return arms_of(config, gpt_workload(config))[0]
+
+
+@pytest.fixture(scope="module")
+def four(cluster: None) -> Iterator[ReplicaActors]:
+    """Four actors, as four replicas of one stage."""
+    torch.set_num_threads(1)
+    with ReplicaActors(4, 1, label="test") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two_by_two(cluster: None) -> Iterator[ReplicaActors]:
+    """Four actors, as two replicas of two stages."""
+    torch.set_num_threads(1)
+    with ReplicaActors(2, 2, label="test") as pool:
+        yield pool
+
+
+def loss_of(row: list[StepRecord]) -> float:
+    losses = [record.loss for record in row if record.loss is not None]
+    return sum(losses) / len(losses)
+
+
+def weights_of(pipeline: ReplicaPipeline) -> list[torch.Tensor]:
+    """All weights of each replica as one vector."""
+    found = []
+    for replica in pipeline.alive:
+        states = ray.get([handle.state_dict.remote() for handle in pipeline.actors.of(replica)])
+        found.append(torch.cat([t.reshape(-1) for s in states for t in s["module"].values()]))
+    return found
+
+
+def joined_training(arm: Arm) -> tuple[list[float], torch.Tensor]:
+    """One process that trains on the batches of all replicas at once."""
+    work = arm.workload
+    model = work.build(0, work.num_blocks)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(optim_spec(arm.config), parameters)
+    losses = []
+    for step in range(arm.num_steps):
+        plans = [arm.plan(step, replica) for replica in range(arm.num_replicas)]
+        ids = tuple(i for plan in plans for micro_batch in plan.micro_batches for i in micro_batch)
+        batch = work.samples.batch(ids)
+        loss = work.loss(model(batch.inputs), batch.targets)[0] / batch.targets.numel()
+        loss.backward()
+        norm, factor = clip_factor(squared_norms(parameters), clip=arm.config.optim.clip)
+        assert norm > arm.config.optim.clip  # else the test would not see clipping
+        for parameter in parameters:
+            parameter.grad *= factor
+        set_lr(optimizer, plans[0].lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, torch.cat([t.reshape(-1) for t in model.state_dict().values()])
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(2, 2), (4, 1)])
+def test_all_reduce_equals_one_process_on_the_joined_batch(
+    request: pytest.FixtureRequest, replicas: int, stages: int
+) -> None:
+    actors = request.getfixturevalue("two_by_two" if stages == 2 else "four")
+    arm = make_arm("allreduce", replicas=replicas, stages=stages)
+    pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
+
+    rows = list(pipeline.train())
+
+    losses, weights = joined_training(arm)
+    assert [loss_of(row) for row in rows] == pytest.approx(losses, abs=1e-5)
+    first, *others = weights_of(pipeline)
+    assert all(torch.equal(other, first) for other in others)
+    assert torch.allclose(first, weights, atol=1e-5)
+    # 2 (n-1)/n models from every replica, and their headers: the ledger's own bytes.
+    sent = sum(k.get("replica", 0) for row in rows for r in row for k in r.sent.values())
+    ideal = 4 * len(first) * 2 * (replicas - 1) * arm.num_steps
+    assert ideal < sent < 1.05 * ideal
+
+
+def test_groups_of_ripples_average_and_say_who_was_in_them(two_by_two: ReplicaActors) -> None:
+    arm = make_arm("ripples", replicas=2, stages=2, steps=5)
+    pipeline = ReplicaPipeline(two_by_two, arm, epoch_s=time.time())
+
+    rows = list(pipeline.train())
+
+    leaders = [record.sync for row in rows for record in row if "iteration" in record.sync]
+    assert [0, 1] in [numbers["group"] for numbers in leaders]
+    # One ticket for all stages: both parts of the model are equal after the last common group.
+    assert len(rows) == 5
+    one, other = weights_of(pipeline)
+    assert torch.linalg.vector_norm(one - other) < 0.05 * torch.linalg.vector_norm(one)
+    assert pipeline.book.as_dict()["generator"]["groups"] >= 3
+
+
+def test_hop_lets_a_slow_replica_skip(four: ReplicaActors) -> None:
+    options = {"sync.graph": "complete", "sync.backup_workers": 1, "sync.skip": 4}
+    arm = make_arm("hop", replicas=4, steps=10, **options, **{"sync.slow": "1:6x"})
+    pipeline = ReplicaPipeline(four, arm, epoch_s=time.time())
+
+    rows = list(pipeline.train())
+
+    members = pipeline.book.as_dict()["members"]
+    assert [member["iteration"] for member in members] == [10, 10, 10, 10]
+    assert members[1]["skipped"] >= 1
+    assert members[1]["run"] + members[1]["skipped"] == 10
+    assert [member["skipped"] for member in members if member["replica"] != 1] == [0, 0, 0]
+    assert 1 <= pipeline.book.largest_gap <= 10
+    assert len(rows) == 10
