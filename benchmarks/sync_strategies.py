@@ -10,7 +10,6 @@ Costs as in the spec's reference: compute U(1, 1.1), the model takes 0.1 on an u
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from bench import arguments, markdown, write
 from netsim.clock import run_virtual
 from stages.sync.fleet import Fleet
 from stages.sync.strategies import SyncSpec
-from stages.sync.trial import Costs, make_fleet, run_trial
+from stages.sync.trial import Costs, make_fleet, run_trial, without_collector
 
 COSTS = Costs()
 
@@ -99,13 +98,9 @@ def scale(sizes: list[int], num_steps: int) -> list[dict[str, float]]:
             await fleet.run(num_steps)
             return fleet
 
-        gc.collect()
-        gc.disable()  # looking for garbage that is not there cost two thirds again
-        start, cpu = time.perf_counter(), time.process_time()
-        try:
+        with without_collector():
+            start, cpu = time.perf_counter(), time.process_time()
             run_virtual(main())
-        finally:
-            gc.enable()
         row = {
             "replicas": num,
             "iterations": num_steps,

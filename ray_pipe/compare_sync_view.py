@@ -107,12 +107,17 @@ def as_json(rows: Sequence[Row], plan: Plan) -> str:
                 "replicas": row.num_replicas,
                 "real": row.is_real,
                 "speedups": speedups(row, base[row.num_replicas, row.is_real]),
-                "cases": {case: asdict(trial) for case, trial in row.cases.items()},
+                "cases": {case: _as_dict(trial) for case, trial in row.cases.items()},
             }
             for row in rows
         ],
     }
-    return to_json(body, indent=1)
+    return to_json(body)
+
+
+def _as_dict(trial: Trial) -> dict[str, Any]:
+    curve = [[round(at_s, 3), round(loss, 5)] for at_s, loss in trial.curve]
+    return {**asdict(trial), "curve": curve, "final_loss": trial.final_loss}
 
 
 def write_figure(path: Path | str, rows: Sequence[Row], *, straggler: str) -> None:

@@ -15,18 +15,11 @@ from compressors.base import Packet
 from compressors.frame import FrameHeader
 from stages.sync.patience import Patience
 from stages.sync.post import Post
-from stages.sync.strategy import (
-    At,
-    Exchanger,
-    MemberEvent,
-    Plain,
-    State,
-    SyncPlan,
-    SyncResult,
-)
+from stages.sync.roster import Roster
+from stages.sync.strategy import At, Exchanger, MemberEvent, State, SyncPlan, SyncResult
 
 
-class AllReduce(Plain):
+class AllReduce(Roster):
     """Exact where the codec is; `route` is `ring` (the reference) or `direct`."""
 
     name = "allreduce"
@@ -41,25 +34,15 @@ class AllReduce(Plain):
         route: Literal["ring", "direct"] = "ring",
         patience: Patience | None = None,
     ) -> None:
-        self.epoch = 0
+        super().__init__(post=post, exchanges=exchanges, members=members, patience=patience)
         self.route: Literal["ring", "direct"] = route
         self.num_retries = 0
-        self._post = post
-        self._exchanges = exchanges
-        self._members = tuple(sorted(members))
-        self._coming: dict[int, int] = {}  # newcomers and their first iteration
-        self._patience = patience or Patience()
         self._begun: tuple[int, int] | None = None  # number, epoch of a plan without a result
         self._roll: dict[tuple[int, int], dict[int, bool]] = {}
         self._called = asyncio.Event()
         self._unanswered: list[FrameHeader] = []
         post.handlers["roll"] = self._on_roll
         post.handlers["here"] = self._on_here
-
-    def members_at(self, k: int) -> tuple[int, ...]:
-        """Who takes part in iteration `k`."""
-        coming = [replica for replica, since in self._coming.items() if since <= k]
-        return tuple(sorted({*self._members, *coming}))
 
     async def plan(self, k: int) -> SyncPlan:
         """All members; or, when the step was cut short by a death, whoever has its result."""
@@ -77,21 +60,10 @@ class AllReduce(Plain):
 
     def finished(self, plan: SyncPlan, results: Sequence[SyncResult]) -> None:
         self._begun = None
-        self._patience.saw(max(result.waited_s for result in results))
+        super().finished(plan, results)
 
     def on_member(self, event: MemberEvent) -> None:
-        """From the next plan on the others go on with the members that are left, or come."""
-        if event.epoch <= self.epoch:
-            return
-        if event.kind == "dead":
-            self._members = tuple(m for m in self._members if m != event.replica)
-            self._coming.pop(event.replica, None)
-            self.epoch = event.epoch
-            for exchange in self._exchanges:
-                exchange.refuse_before(event.epoch)
-        else:
-            # Everybody changes at the same iteration: nothing that runs need be cut short.
-            self._coming[event.replica] = event.since
+        super().on_member(event)
         waiting, self._unanswered = self._unanswered, []
         for header in waiting:
             self._on_roll(header, None)
@@ -100,20 +72,9 @@ class AllReduce(Plain):
     def stats(self) -> dict[str, float]:
         return {"retries": float(self.num_retries)}
 
-    def state_dict(self) -> State:
-        return {
-            "epoch": self.epoch,
-            "members": list(self._members),
-            "coming": {str(replica): since for replica, since in self._coming.items()},
-            "patience": self._patience.state_dict(),
-        }
-
     def load_state_dict(self, state: State) -> None:
-        self.epoch = int(state["epoch"])
-        self._members = tuple(state["members"])
-        self._coming = {int(replica): since for replica, since in state["coming"].items()}
+        super().load_state_dict(state)
         self._begun = None
-        self._patience.load_state_dict(state["patience"])
 
     def _make(self, k: int, *, op: Literal["reduce", "fetch"], peers: tuple[int, ...]) -> SyncPlan:
         return SyncPlan(

@@ -16,6 +16,7 @@ from compressors.frame import FrameHeader
 from stages.sync.generator import SOLO
 from stages.sync.patience import Patience
 from stages.sync.post import GENERATOR, Post
+from stages.sync.roster import Roster
 from stages.sync.strategy import (
     NOTHING,
     At,
@@ -206,7 +207,7 @@ def by_node(rank: int, step: int, num: int, per_node: int = 4) -> tuple[int, ...
 SCHEDULES = {"ruler": ruler, "by-node": by_node}
 
 
-class StaticRipples(Plain):
+class StaticRipples(Roster):
     """Groups by schedule: no coordinator, but everybody keeps in step."""
 
     name = "ripples-static"
@@ -222,22 +223,17 @@ class StaticRipples(Plain):
         every: int = 1,
         patience: Patience | None = None,
     ) -> None:
+        super().__init__(post=post, exchanges=exchanges, members=members, patience=patience)
         self.every = every
-        self.epoch = 0
         self.num_skipped = 0
         """Exchanges given up because a member died in the midst of them."""
 
         self._schedule = SCHEDULES[schedule]
-        self._members = tuple(sorted(members))
-        self._coming: dict[int, int] = {}
-        self._post = post
-        self._exchanges = exchanges
-        self._patience = patience or Patience()
         self._begun = -1
         post.handlers["skip"] = self._on_skip
 
     async def plan(self, k: int) -> SyncPlan:
-        members = self._members_at(k)
+        members = self.members_at(k)
         place = members.index(self._post.replica)
         group = self._schedule(place, k // self.every, len(members))
         peers = tuple(members[rank] for rank in group)
@@ -261,40 +257,10 @@ class StaticRipples(Plain):
 
     def finished(self, plan: SyncPlan, results: Sequence[SyncResult]) -> None:
         self._begun = -1
-        self._patience.saw(max(result.waited_s for result in results))
-
-    def on_member(self, event: MemberEvent) -> None:
-        if event.epoch <= self.epoch:
-            return
-        if event.kind == "joined":
-            self._coming[event.replica] = event.since
-            return
-        self.epoch = event.epoch
-        self._members = tuple(m for m in self._members if m != event.replica)
-        self._coming.pop(event.replica, None)
-        for exchange in self._exchanges:
-            exchange.refuse_before(event.epoch)
+        super().finished(plan, results)
 
     def stats(self) -> dict[str, float]:
         return {"skipped_exchanges": float(self.num_skipped)}
-
-    def state_dict(self) -> State:
-        return {
-            "epoch": self.epoch,
-            "members": list(self._members),
-            "coming": {str(replica): since for replica, since in self._coming.items()},
-            "patience": self._patience.state_dict(),
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        self.epoch = int(state["epoch"])
-        self._members = tuple(state["members"])
-        self._coming = {int(replica): since for replica, since in state["coming"].items()}
-        self._patience.load_state_dict(state["patience"])
-
-    def _members_at(self, k: int) -> tuple[int, ...]:
-        coming = [replica for replica, since in self._coming.items() if since <= k]
-        return tuple(sorted({*self._members, *coming}))
 
     def _on_skip(self, header: FrameHeader, packet: Packet | None) -> None:
         for exchange in self._exchanges:

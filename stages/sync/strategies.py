@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from compressors.registry import CodecSpec, split_name
 from stages.sync.ad_psgd import AdPsgd
@@ -155,47 +155,33 @@ class Assembly:
         return generator
 
 
+def _among(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> dict[str, Any]:
+    """What every strategy that knows all members is made of."""
+    return {
+        "post": post,
+        "exchanges": exchanges,
+        "members": parts.members,
+        "patience": parts.spec.patience(),
+    }
+
+
 def _all_reduce(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
-    return AllReduce(
-        post=post,
-        exchanges=exchanges,
-        members=parts.members,
-        route=parts.spec.route,
-        patience=parts.spec.patience(),
-    )
+    return AllReduce(route=parts.spec.route, **_among(parts, post, exchanges))
 
 
 def _local(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
-    return Local(
-        every=parts.spec.local_steps,
-        post=post,
-        exchanges=exchanges,
-        members=parts.members,
-        route="direct",
-        patience=parts.spec.patience(),
-    )
+    every = parts.spec.local_steps
+    return Local(every=every, route="direct", **_among(parts, post, exchanges))
 
 
 def _quantized_adam(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
-    return QuantizedAdam(
-        warmup=parts.spec.warmup,
-        post=post,
-        exchanges=exchanges,
-        members=parts.members,
-        route="direct",
-        patience=parts.spec.patience(),
-    )
+    warmup = parts.spec.warmup
+    return QuantizedAdam(warmup=warmup, route="direct", **_among(parts, post, exchanges))
 
 
 def _ad_psgd(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> SyncStrategy:
-    return AdPsgd(
-        post=post,
-        exchanges=exchanges,
-        members=parts.members,
-        every=parts.spec.local_steps,
-        seed=parts.spec.seed,
-        patience=parts.spec.patience(),
-    )
+    spec = parts.spec
+    return AdPsgd(every=spec.local_steps, seed=spec.seed, **_among(parts, post, exchanges))
 
 
 def _frozen_adam(spec: SyncSpec) -> Rule:
@@ -231,12 +217,7 @@ def _ripples(parts: Assembly, post: Post, exchanges: Sequence[Exchange]) -> Sync
             post=post, exchanges=exchanges, every=spec.local_steps, patience=spec.patience()
         )
     return StaticRipples(
-        post=post,
-        exchanges=exchanges,
-        members=parts.members,
-        schedule=spec.groups,
-        every=spec.local_steps,
-        patience=spec.patience(),
+        schedule=spec.groups, every=spec.local_steps, **_among(parts, post, exchanges)
     )
 
 
