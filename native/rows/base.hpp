@@ -83,6 +83,7 @@ enum class Mutant {
   only_last_committer,      // both of the above
   plain_unlock,             // the header is unlocked by a store, not by an addition
   insert_keeps_header,      // an insert does not bump the counter
+  locked_header_counts,     // an absence that was read during an insert may be committed upon
   late_registration,        // a snapshot is registered after `visible` was read
   no_reservation,           // inserts do not reserve a slot first
   no_probe_bound,           // probes do not stop after one tour

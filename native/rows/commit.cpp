@@ -6,7 +6,12 @@
 namespace ray_pipe::rows {
 
 namespace {
-bool same_header(uint64_t now, uint64_t then) { return (now | kOverflow) == (then | kOverflow); }
+// An absence that was read while an insert had the bucket locked counts for nothing: the slot may
+// have come right after, been used by a third transaction and committed, all under that same lock.
+bool same_header(uint64_t now, uint64_t then) {
+  if ((then & kLock) && !MUTANT(locked_header_counts)) return false;
+  return (now | kOverflow) == (then | kOverflow);
+}
 }  // namespace
 
 Status Txn::commit() {

@@ -1,5 +1,5 @@
 // The row store under threads, with every rule broken on purpose in turn. A program of its own, so
-// that the sanitisers see nothing but the store; `make test-tsan` and tests/unit/test_row_store_stress.py.
+// that the sanitisers see nothing but the store; `make test-tsan` and tests/unit/test_row_stress.py.
 //
 //   g++ -std=c++20 -O1 -g -pthread -DRAY_PIPE_ROWS_TESTING native/rows/stress.cpp -o stress
 //   stress [--seconds N] [--limit N] [--mutant NAME] TEST...
@@ -432,6 +432,48 @@ void reused_slot() {
   }
 }
 
+// An insert that is off the core between its placeholder and the end of its lock: others use the
+// placeholder meanwhile. Who saw the lock before the placeholder may not rely on what it saw.
+void slow_insert() {
+  Store store(small());
+  Table& table = store.add_table(words());
+  const int64_t asked = 1;
+  int64_t other = 2;  // of another segment
+  while (table.hash(other) >> 58 == table.hash(asked) >> 58) ++other;
+  const uint64_t hash = table.hash(asked);
+  Bucket& home = table.segment(hash).buckets[table.segment(hash).home(hash)];
+  const Borrowed worker(store);
+  const auto read = [&](Txn& txn, int64_t key) {
+    Get get = txn.get(table, key);
+    while (!get.step()) {
+    }
+    return get;
+  };
+  const Batch scope(store, *worker);
+  Txn early(store, *worker), quick(store, *worker);
+  early.begin(scope.snapshot());
+  quick.begin(scope.snapshot());
+
+  home.header.fetch_or(kLock);  // the insert begins
+  expect(!read(early, asked).found.slot, "nothing is there yet");
+  Get elsewhere = read(early, other);
+  fill_word(table, early.write(elsewhere, 1), other, 7);
+  Version* holder = store.allocate(*worker, table.class_of(kTombstone), true);
+  holder->set(0, kTombstone | kPlaceholder);
+  holder->next = nullptr;
+  holder->key = asked;
+  holder->recency.store(kNoRecency);
+  expect(table.segment(hash).reserve(), "there is room");
+  home.slots[0].store(word_of(tag_of(hash), holder));  // and is pushed off the core here
+
+  Get found = read(quick, asked);
+  expect(found.found.slot == &home.slots[0], "the placeholder can be used");
+  fill_word(table, quick.write(found, 1), asked, 8);
+  expect(quick.commit() == Status::ok, "who met the placeholder commits");
+  expect(early.commit() == Status::conflict, "a commit relied on a row not being there that was");
+  home.header.fetch_add(kCount - kLock);
+}
+
 // 13: many times the capacity passes through; slots and bytes stay.
 void churn() {
   const Deadline deadline;
@@ -593,6 +635,7 @@ const std::map<std::string, std::function<void()>> kTests = {
     {"overflow", overflow},
     {"full", full},
     {"reused_slot", reused_slot},
+    {"slow_insert", slow_insert},
     {"churn", churn},
     {"growth", growth},
     {"bad_alloc", bad_alloc},
@@ -609,6 +652,7 @@ const std::map<std::string, Mutant> kMutants = {
     {"only_last_committer", Mutant::only_last_committer},
     {"plain_unlock", Mutant::plain_unlock},
     {"insert_keeps_header", Mutant::insert_keeps_header},
+    {"locked_header_counts", Mutant::locked_header_counts},
     {"late_registration", Mutant::late_registration},
     {"no_reservation", Mutant::no_reservation},
     {"no_probe_bound", Mutant::no_probe_bound},

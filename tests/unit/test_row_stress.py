@@ -63,6 +63,7 @@ def run(program: Path, test: str, mutant: str = "none", seconds: float = 1.0) ->
         "overflow",  # 9
         "full",  # 12
         "reused_slot",
+        "slow_insert",  # 1, 5
         "churn",  # 13
         "growth",  # 14
         "bad_alloc",  # 17
@@ -87,6 +88,7 @@ def test_the_store_keeps_its_promises_under_threads(stress: Path, test: str) -> 
         ("only_last_committer", "lost_update"),
         ("plain_unlock", "full"),
         ("insert_keeps_header", "history_step"),
+        ("locked_header_counts", "slow_insert"),
         ("late_registration", "history_sequential"),
         ("no_reservation", "full"),
         ("no_probe_bound", "full"),
