@@ -65,6 +65,8 @@ def parse_bandwidth(text: str) -> float:
         raise _refusal("bandwidth", text, _BANDWIDTH_EXPECTED, "unlimited")
     number, unit = _split("bandwidth", text, _BANDWIDTH_EXPECTED)
     if unit not in _BANDWIDTHS:
+        if number == 0:
+            raise _refusal("bandwidth", text, f"more than zero, {_BANDWIDTH_EXPECTED}", "unlimited")
         bytes_meant = "B" in unit and not unit.endswith("ps")
         spellings = [*_BYTE_RATES] if bytes_meant else ["Mbps", *_BIT_RATES, *_BYTE_RATES]
         nearest = _nearest_unit(unit, spellings)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -244,16 +245,21 @@ def open_checkpoint(folder: Folder) -> Checkpoint:
     return Checkpoint(folder=folder, manifest=Manifest.from_json(raw, where=str(folder)))
 
 
-def locate(path: str) -> tuple[CheckpointStore, Checkpoint | None]:
+def locate(path: str, *, asked: str = "--resume ") -> tuple[CheckpointStore, Checkpoint | None]:
     """The store behind what a user gave: a run's folder, its checkpoints, an arm, or a checkpoint.
 
-    With a checkpoint itself, that one too.
+    With a checkpoint itself, that one too. `asked` is how the user gave it, for errors.
     """
+    if os.path.isfile(path):
+        raise CheckpointError(
+            f"{asked}{path}: is a file; give the folder of a run that was started with "
+            "--checkpoint-every, or one of its checkpoints."
+        )
     try:
         folder = Folder(path)
         names = folder.children()
     except StorageError as error:
-        raise CheckpointError(f"--resume {path}: {error}.") from error
+        raise CheckpointError(f"{asked.strip() or 'checkpoint'}: {error}.") from error
     if folder.has(MANIFEST) or is_checkpoint_name(folder.name):
         return CheckpointStore(folder.parent.parent), open_checkpoint(folder)
     if any(map(is_checkpoint_name, names)):
@@ -262,7 +268,7 @@ def locate(path: str) -> tuple[CheckpointStore, Checkpoint | None]:
         if store.arms():
             return store, None
     raise CheckpointError(
-        f"--resume {path}: there is no checkpoint in it; give the folder of a run that was "
+        f"{asked}{path}: there is no checkpoint in it; give the folder of a run that was "
         "started with --checkpoint-every, or one of its checkpoints."
     )
 

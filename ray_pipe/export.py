@@ -48,7 +48,7 @@ def export(path: str, out: str, *, arm: str | None = None) -> Checkpoint:
 
 
 def _choose(path: str, arm: str | None) -> Checkpoint:
-    store, chosen = locate(path)
+    store, chosen = locate(path, asked="")
     if chosen is not None:
         return chosen
     arms = store.arms()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -115,7 +116,27 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument ([\w/, -]+): (.*)", message)
-        raise ConfigError(f"{match[1]}: {match[2]}." if match else f"{message}.")
+        if match is None:
+            raise ConfigError(f"{message}.")
+        flag, trouble = match.groups()
+        if trouble == "expected one argument":
+            action = next(a for a in self._actions if flag in a.option_strings)
+            trouble = f"needs a value, {flag} {action.metavar}"
+        trouble = trouble.replace("invalid float value:", "needs a number, got")
+        raise ConfigError(f"{flag}: {trouble}.")
+
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads for namespaces
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """A word such as -5Mbps after a flag is its value, to be refused as one."""
+        takes = {flag for a in self._actions if a.nargs != 0 for flag in a.option_strings}
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if words and words[-1] in takes and re.match(r"-\.?\d", word):
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
 
 
 def make_parser() -> FlagParser:
@@ -203,6 +224,19 @@ def build_config(args: argparse.Namespace) -> RunConfig:
     if "compare" in values and {"codec", "codec.name"} & given.keys():
         given.setdefault("compare", values["compare"])
     return RunConfig.from_layers([*layers, (labels, values), ("--set", given)])
+
+
+def with_flag(text: str, words: Sequence[str]) -> str:
+    """An error that begins with an option, begun with the flag that gave it, if one did."""
+    match = re.match(r"[a-z_]+(\.[a-z_]+)?", text)
+    if match is None:
+        return text
+    given = {word.partition("=")[0] for word in words}
+    for flags in GROUPS.values():
+        for flag, (dotted, _) in flags.items():
+            if flag in given and match[0] in (dotted, f"{dotted}_s", f"{dotted}_bps"):
+                return f"{flag}: {text}"
+    return text
 
 
 def _settings_to_resume(layers: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:

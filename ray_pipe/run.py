@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from ray_pipe.errors import ConfigError, RayPipeError
-from ray_pipe.flags import build_config, parse_flags
+from ray_pipe.flags import build_config, parse_flags, with_flag
 from ray_pipe.metrics import to_json
 from ray_pipe.settings_file import show_settings
 
@@ -71,7 +71,7 @@ def main(
         err.write("stopped\n")
         return STOPPED
     except ConfigError as error:
-        _show_error(error, err, debug=debug)
+        _show_error(error, err, debug=debug, words=words)
         return REFUSED
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         with contextlib.suppress(OSError, ValueError):
@@ -140,12 +140,14 @@ def stop_on_signals(
             signal.signal(number, handler)
 
 
-def _show_error(error: BaseException, err: TextIO, *, debug: bool) -> None:
-    """One paragraph; the traceback only on wish."""
+def _show_error(
+    error: BaseException, err: TextIO, *, debug: bool, words: Sequence[str] = ()
+) -> None:
+    """One paragraph, with the flag among `words` that is to blame; the traceback only on wish."""
     if debug:
         err.write("".join(traceback.format_exception(error)))
     if isinstance(error, RayPipeError):
-        text = str(error)
+        text = with_flag(str(error), words)
     else:
         cause = getattr(error, "cause", None) or error  # Ray wraps what a stage raised
         lines = [line for line in str(cause).splitlines() if line.strip()]

@@ -295,7 +295,7 @@ class FaultsConfig:
     """Failures after which the run ends; 0: the first one ends it, -1: no limit. Each time the
     stages go back to the last step that all of them have, and repeat what came after."""
 
-    spares: int = option(1, low=0)
+    spares: int = option(1, low=0, high=16)
     """Warm spares on each node that has stages: idle processes (about 0.3 GB of memory each, no
     CPU) that take the place of a stage that dies in less than a second; 0: a new process is
     started then, which takes seconds. None are started with max_failures 0."""

@@ -30,6 +30,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class StorageError(OSError):
     """A folder or file that cannot be read or written; says which, why, and what to do."""
 
+    def __str__(self) -> str:
+        return str(self.strerror)  # its number means nothing to who reads it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNote:

@@ -124,7 +124,7 @@ def test_with_faults_no_links_are_written(tmp_path: Path) -> None:
         (["--quik"], "there is no flag --quik; did you mean '--quick'? See --help for all."),
         (["h:1"], "there is no flag h:1. See --help for all."),
         (["--seconds", "0"], "--seconds 0: must be from 0.1 to 60."),
-        (["--seconds", "x"], "--seconds: invalid float value: 'x'."),
+        (["--seconds", "x"], "--seconds: needs a number, got 'x'."),
         (["--seconds", "nan"], "--seconds nan: must be from 0.1 to 60."),
         (["--max-transfer", "5"], "--max-transfer: size '5' is not understood"),
         (["--max-transfer", "5kB"], "--max-transfer: less than 1MiB tells nothing about a link."),
