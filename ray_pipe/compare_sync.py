@@ -1,8 +1,9 @@
 """`python -m ray_pipe.compare_sync`: one training job under every way to keep replicas together.
 
 Homogeneous and with a straggler, in virtual time for any number of replicas (`--replicas 16,256`),
-with `--real` also on Ray for four. Shows a table, and leaves `compare_sync.json` and
-`compare_sync.png` (loss against time). `python -m ray_pipe.compare-sync` is the same command.
+with `--real` in real time too, for four replicas on Ray. Shows a table, and leaves
+`compare_sync.json` and `compare_sync.png` (loss against time). `python -m ray_pipe.compare-sync` is
+the same command.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from netsim.units import UnitError, parse_bandwidth, parse_duration, parse_size
-from ray_pipe.errors import ConfigError, nearest
+from ray_pipe.errors import ConfigError, RayPipeError, nearest
 
 if TYPE_CHECKING:
     from stages.sync.strategies import SyncSpec
@@ -65,7 +67,7 @@ def main(
     try:
         plan = Plan.of(args)
         rows = list(plan.run(err))
-    except (ConfigError, UnitError, ValueError) as error:
+    except (RayPipeError, UnitError, ValueError) as error:
         err.write(f"error: {error}\n")
         return REFUSED
     except KeyboardInterrupt:
@@ -97,6 +99,8 @@ class Plan:
     seconds: float
     costs: Costs
     seed: int
+    real_steps: int = 0
+    """Steps of each trial on Ray; 0 leaves Ray alone."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Plan:
@@ -133,6 +137,10 @@ class Plan:
             bandwidth_bps=parse_bandwidth(args.bandwidth),
             latency_s=parse_duration(args.latency),
         )
+        if args.real and not 6 <= args.real_steps <= 1000:
+            raise ConfigError(f"--real-steps {args.real_steps}: give 6 to 1000")
+        if args.real:
+            parse_slow(args.slow, num_replicas=4)
         if costs.step_s <= 0 or seconds < 10 * costs.step_s:
             raise ConfigError(
                 f"--seconds {args.seconds} is less than ten steps of {args.step}: nothing would "
@@ -140,7 +148,7 @@ class Plan:
             )
         return cls(
             strategies=fitting, sizes=sizes, slow=args.slow, seconds=seconds, costs=costs,
-            seed=args.seed,
+            seed=args.seed, real_steps=args.real_steps if args.real else 0,
         )  # fmt: skip
 
     @property
@@ -152,27 +160,36 @@ class Plan:
         """One row after the other; tells on `err` what it is at."""
         from stages.sync.trial import run_trial
 
-        total, count = len(self.sizes) * len(self.strategies) * len(self.cases), 0
-        for num in self.sizes:
-            for name, sync in self.strategies.items():
-                trials = {}
-                for case, slow in self.cases.items():
-                    count += 1
-                    _say(err, f"[{count}/{total}] {name}, {num} replicas, {case} ...")
-                    start = time.perf_counter()
-                    trial = trials[case] = run_trial(
-                        sync, num_replicas=num, slow=slow, seconds=self.seconds,
+        places = [(num, name) for num in self.sizes for name in self.strategies]
+        total = (len(places) + len(self.strategies) * bool(self.real_steps)) * len(self.cases)
+        teller = _Teller(err, total)
+        for num, name in places:
+            trials = {}
+            for case, slow in self.cases.items():
+                with teller(f"{name}, {num} replicas, {case}") as tell:
+                    trials[case] = run_trial(
+                        self.strategies[name], num_replicas=num, slow=slow, seconds=self.seconds,
                         costs=self.costs, seed=self.seed,
                     )  # fmt: skip
-                    took_s = time.perf_counter() - start
-                    _say(
-                        err,
-                        f"[{count}/{total}] {name}, {num} replicas, {case}: "
-                        f"{trial.iteration_s:.2f} s an iteration, loss {trial.final_loss:.3f} "
-                        f"(took {took_s:.1f} s)",
-                        is_final=True,
-                    )
-                yield Row(strategy=name, num_replicas=num, is_real=False, cases=trials)
+                    tell(trials[case])
+            yield Row(strategy=name, num_replicas=num, is_real=False, cases=trials)
+        if self.real_steps:
+            yield from self._run_real(teller)
+
+    def _run_real(self, teller: _Teller) -> Iterator[Row]:
+        from ray_pipe.compare_sync_real import NUM_REPLICAS, real_replicas, run_real
+
+        with real_replicas() as actors:
+            for name in self.strategies:
+                trials = {}
+                for case, slow in self.cases.items():
+                    with teller(f"{name}, {NUM_REPLICAS} replicas on Ray, {case}") as tell:
+                        trials[case] = run_real(
+                            actors, STRATEGIES[name], slow=slow, steps=self.real_steps,
+                            costs=self.costs, seed=self.seed,
+                        )  # fmt: skip
+                        tell(trials[case])
+                yield Row(strategy=name, num_replicas=NUM_REPLICAS, is_real=True, cases=trials)
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
@@ -182,13 +199,33 @@ class Plan:
         }  # fmt: skip
 
 
-def _say(err: TextIO, text: str, *, is_final: bool = False) -> None:
+class _Teller:
     """Progress: on a terminal each line replaces what it announced, elsewhere only results."""
-    if err.isatty():
-        err.write(f"\r\x1b[K{text}" + ("\n" if is_final else ""))
-    elif is_final:
-        err.write(text + "\n")
-    err.flush()
+
+    def __init__(self, err: TextIO, total: int) -> None:
+        self._err = err
+        self._total = total
+        self._count = 0
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[Callable[[Trial], None]]:
+        self._count += 1
+        head = f"[{self._count}/{self._total}] {what}"
+        start = time.perf_counter()
+        if self._err.isatty():
+            self._err.write(f"\r\x1b[K{head} ...")
+            self._err.flush()
+
+        def tell(trial: Trial) -> None:
+            took_s = time.perf_counter() - start
+            self._err.write(
+                ("\r\x1b[K" if self._err.isatty() else "")
+                + f"{head}: {trial.iteration_s:.2f} s an iteration, loss {trial.final_loss:.3f} "
+                f"(took {took_s:.1f} s)\n"
+            )
+            self._err.flush()
+
+        yield tell
 
 
 def _chosen(only: str) -> list[str]:
@@ -223,7 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ray_pipe.compare_sync",
         description="The same training job under every way to keep replicas together, among "
-        "equals and with a straggler, in virtual time: a table, and loss against time.",
+        "equals and with a straggler, in virtual time and with --real on Ray: a table, and loss "
+        "against time.",
     )
     parser.add_argument(
         "--replicas", default="16", help="how many, from 4 to 2000; several as 16,256,1000"
@@ -236,6 +274,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency", default="20ms", help="of every link")
     parser.add_argument("--codec", default="fp32", help="of what replicas send, such as directq")
     parser.add_argument("--bits", type=int, default=4, help="of --codec")
+    parser.add_argument("--real", action="store_true", help="four replicas on Ray as well")
+    parser.add_argument("--real-steps", type=int, default=24, help="of each trial on Ray")
     parser.add_argument("--only", default="", help="some strategies, joined by ';'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/compare-sync", help="folder for picture and JSON")

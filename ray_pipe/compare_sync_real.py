@@ -1,0 +1,132 @@
+"""The comparison of sync strategies in earnest: four replicas on Ray, one training job, real time.
+
+A step of a tiny GPT computes for some milliseconds and then sleeps (`PACE` times as long in all,
+`4 * PACE` for a straggler of 4x): four replicas share the cores of one machine, and with busy
+cores a slow neighbour would make everybody slow. Links are emulated as in the rest of the table.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ray_pipe.cluster import connect
+from ray_pipe.config import RunConfig
+from ray_pipe.plans import arms_of
+from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.replicas import ReplicaPipeline
+from ray_pipe.workload import gpt_workload
+from stages.record import StepRecord
+from stages.sync.slowness import parse_slow
+from stages.sync.trial import Costs, Trial
+
+NUM_REPLICAS = 4
+PACE = 16
+WINDOW = 4
+"""Rows over which a loss curve is smoothed."""
+
+
+@contextmanager
+def real_replicas() -> Iterator[ReplicaActors]:
+    """Ray, and four actors that every trial uses in turn."""
+    with connect(None), ReplicaActors(NUM_REPLICAS, 1, label="compare-sync") as actors:
+        yield actors
+
+
+def settings_of(
+    strategy: Mapping[str, Any], *, slow: str, steps: int, costs: Costs, seed: int
+) -> dict[str, Any]:
+    """The run's settings, as `ray_pipe.run` would read them."""
+    options = {f"sync.{name}": value for name, value in strategy.items()}
+    if options.get("sync.group_size", NUM_REPLICAS) > NUM_REPLICAS:
+        options["sync.group_size"] = NUM_REPLICAS
+    return {
+        "compare": [],
+        "codec.name": "fp32",
+        "model.name": "gpt-nano",
+        "model.layers": 2,
+        "data.num_samples": 512,
+        "pipeline.stages": 1,
+        "pipeline.micro_batches": 1,
+        "pipeline.micro_batch_size": 8,
+        "network.bandwidth_bps": costs.bandwidth_bps,
+        "network.latency_s": costs.latency_s,
+        "optim.lr": 1e-3,
+        "steps": steps,
+        "seed": seed,
+        "sync.replicas": NUM_REPLICAS,
+        "sync.slow": paced(slow),
+        **options,
+    }
+
+
+def paced(slow: str) -> str:
+    """Everybody sleeps `PACE` times what it computes; stragglers that much more."""
+    always = dict.fromkeys(range(NUM_REPLICAS), float(PACE))
+    others = []
+    for cause in parse_slow(slow, num_replicas=NUM_REPLICAS):
+        if cause.replica is None:
+            others.append(str(cause))
+        else:
+            always[cause.replica] *= cause.factor
+    return ",".join([*(f"{r}:{factor:g}x" for r, factor in always.items()), *others])
+
+
+def run_real(
+    actors: ReplicaActors,
+    strategy: Mapping[str, Any],
+    *,
+    slow: str,
+    steps: int,
+    costs: Costs,
+    seed: int = 0,
+) -> Trial:
+    """One strategy on the actors, to its last step."""
+    config = RunConfig.from_dict(
+        settings_of(strategy, slow=slow, steps=steps, costs=costs, seed=seed)
+    )
+    config.validate()
+    arm = arms_of(config, gpt_workload(config))[0]
+    pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
+    rows = [list(row) for row in pipeline.train()]
+    return trial_of(rows, pipeline.book.as_dict(), slow=slow)
+
+
+def trial_of(rows: Sequence[Sequence[StepRecord]], book: Mapping[str, Any], *, slow: str) -> Trial:
+    """What the records of a run say; the first row, in which everything is set up, is left out."""
+    timed = rows[1:]
+    start_s = min(record.start_s for row in timed for record in row)
+    ends = [max(record.end_s for record in row) - start_s for row in timed]
+    pace = []
+    for replica in sorted({record.replica for row in timed for record in row}):
+        own = [r for row in timed for r in row if r.replica == replica and r.loss is not None]
+        if own:
+            span_s = max(r.end_s for r in own) - min(r.start_s for r in own)
+            pace.append(span_s / len(own))
+    losses = []
+    for row in timed:
+        found = [record.loss for record in row if record.loss is not None]
+        losses.append(statistics.mean(found) if found else None)
+    curve, latest = [], []
+    for end_s, loss in zip(ends, losses, strict=True):
+        if loss is not None:
+            latest = [*latest, loss][-WINDOW:]
+            curve.append((end_s, statistics.mean(latest)))
+    nbytes = sum(kinds.get("replica", 0) for row in timed for r in row for kinds in r.sent.values())
+    num_run = sum(record.loss is not None for row in timed for record in row)
+    return Trial(
+        num_replicas=len(book["members"]),
+        slow=slow,
+        seconds=max(ends),
+        iteration_s=statistics.median(pace),
+        slowest_iteration_s=max(pace),
+        curve=tuple(curve),
+        largest_gap=int(book["largest_gap"]),
+        num_skipped=int(book["skipped"]),
+        waited_s={cause: s / len(book["members"]) for cause, s in book["waited_s"].items()},
+        nbytes_per_iteration=nbytes / max(1, num_run),
+        groups=book["generator"],
+    )

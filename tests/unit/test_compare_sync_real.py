@@ -1,0 +1,75 @@
+"""The comparison on Ray: what its records say, its pace, and one trial on real actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ray_pipe.compare_sync_real import paced, run_real, settings_of, trial_of
+from ray_pipe.config import RunConfig
+from ray_pipe.replica_actors import ReplicaActors
+from stages.record import StepRecord
+from stages.sync.trial import Costs
+
+
+def record(replica: int, step: int, start_s: float, end_s: float, loss: float | None) -> StepRecord:
+    return StepRecord(
+        stage=replica, replica=replica, step=step, loss=loss, num_tokens=8, start_s=start_s,
+        end_s=end_s, seconds={}, sent={"0->1": {"replica": 100}}, codec={}, grad_norm=None,
+    )  # fmt: skip
+
+
+BOOK: dict[str, Any] = {
+    "members": [{}, {}], "largest_gap": 3, "skipped": 1, "waited_s": {"gate": 4.0},
+    "generator": {},
+}  # fmt: skip
+
+
+def test_everybody_sleeps_and_stragglers_sleep_longer() -> None:
+    assert paced("") == "0:16x,1:16x,2:16x,3:16x"
+    assert paced("2:4x") == "0:16x,1:16x,2:64x,3:16x"
+    assert paced("random:6x@0.1") == "0:16x,1:16x,2:16x,3:16x,random:6x@0.1"
+
+
+def test_times_are_those_of_the_median_replica_after_the_first_row() -> None:
+    rows = [
+        [record(0, 0, 0.0, 50.0, 9.0), record(1, 0, 0.0, 50.0, 9.0)],
+        [record(0, 1, 100.0, 101.0, 4.0), record(1, 1, 100.0, 102.0, 2.0)],
+        [record(0, 2, 101.0, 102.0, 3.0), record(1, 2, 102.0, 104.0, None)],  # skipped
+    ]
+    trial = trial_of(rows, BOOK, slow="1:4x")
+
+    assert trial.iteration_s == pytest.approx((1.0 + 2.0) / 2)
+    assert trial.curve == ((2.0, 3.0), (4.0, 3.0))
+    assert trial.nbytes_per_iteration == pytest.approx(400 / 3)
+    assert (trial.largest_gap, trial.num_skipped, trial.waited_s) == (3, 1, {"gate": 2.0})
+
+
+def test_the_settings_are_good_ones_for_every_strategy() -> None:
+    from ray_pipe.compare_sync import STRATEGIES
+
+    for strategy in STRATEGIES.values():
+        RunConfig.from_dict(
+            settings_of(strategy, slow="2:4x", steps=8, costs=Costs(), seed=0)
+        ).validate()
+
+
+@pytest.fixture(scope="module")
+def four(cluster: None) -> Iterator[ReplicaActors]:
+    with ReplicaActors(4, 1, label="compare") as actors:
+        yield actors
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_trial_on_ray(four: ReplicaActors) -> None:
+    skip = {"name": "hop", "backup_workers": 1, "skip": 8, "max_gap": 8}
+    trial = run_real(four, skip, slow="2:4x", steps=10, costs=Costs(latency_s=0.001))
+
+    assert trial.num_replicas == 4
+    assert trial.num_skipped > 0
+    assert 0 < trial.iteration_s < trial.slowest_iteration_s
+    assert trial.final_loss is not None
+    assert trial.final_loss < trial.curve[0][1]
