@@ -5,12 +5,14 @@
 
 What stops training is the copy in memory. A checkpoint counts once all its files were written, read
 back and compared; only then is the oldest one removed. One that cannot be written (a full disk) is
-a warning: the run goes on, the last one stays, the next is tried.
+a warning: the run goes on, the last one stays, the next is tried. After the last step there is no
+next: that one is tried again, and if it is lost the run says so by its exit status.
 """
 
 from __future__ import annotations
 
 import platform
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,10 @@ from ray_pipe.plans import Arm
 from stages.digest import source_digest
 from stages.storage import FileNote, Folder, StorageError
 
+FINAL_TRIES = 3
+FINAL_PAUSE_S = 2.0
+"""Between two tries to save the state after the last step: a store may come back."""
+
 MAX_PENDING = 2
 """Copies of the state that may wait to be written; a third waits for the first."""
 
@@ -46,6 +52,7 @@ class Saves(Protocol):
     def see(self, folder: str, name: str, token: bytes) -> bool: ...
     def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]: ...
     def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None: ...
+    def check_in(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +79,7 @@ class Saver:
         run_name: str,
         progress: Callable[[], Mapping[str, Any]],
         on_warning: Callable[[str], None],
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """`progress` gives the arm's numbers so far. Refuses a folder that cannot be written."""
         self._store = store
@@ -80,8 +88,16 @@ class Saver:
         self._run_name = run_name
         self._progress = progress
         self._on_warning = on_warning
+        self._pause = pause
         self._pending: list[_Pending] = []
         self.newest: Checkpoint | None = None
+        self.history: list[Checkpoint] = []
+        """Those of this run that are kept, oldest first."""
+
+        self.lost = ""
+        """Why the state after the last step is not saved, if it should be and is not."""
+
+        self._final: _Pending | None = None
         self._shared = self._probe()
 
     def is_due(self, step: int) -> bool:
@@ -98,12 +114,15 @@ class Saver:
         self._pending = [one for one in self._pending if one.step != step]  # it is run again
         while len(self._pending) >= MAX_PENDING and self._pending[0].progress is not None:
             self._end(self._pending.pop(0))
+        self._pending.append(self._begin(step))
+
+    def _begin(self, step: int) -> _Pending:
         place = self._store.place(self._arm.name, step + 1)
         aside = place.aside()
         self._tidy(aside)
         folder = str(aside) if self._shared else None
         calls = self._pipeline.start_save(uuid.uuid4().hex, step, folder)
-        self._pending.append(_Pending(step=step, place=place, aside=aside, calls=calls))
+        return _Pending(step=step, place=place, aside=aside, calls=calls)
 
     def recorded(self, step: int) -> None:
         """The driver has the records of a step; ends what has been written meanwhile."""
@@ -116,24 +135,39 @@ class Saver:
             self._end(self._pending.pop(0))
 
     def finish(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for what is still being written; try again what was lost of the last step."""
         while self._pending:
             one = self._pending.pop(0)
             if one.progress is not None:
                 self._end(one)
+        for _ in range(FINAL_TRIES - 1):
+            if not self.lost:
+                return
+            assert self._final is not None
+            self._pause(FINAL_PAUSE_S)
+            self._pipeline.check_in()
+            again = self._begin(self._final.step)
+            again.progress = self._final.progress
+            self._end(again)
 
     def _end(self, one: _Pending) -> None:
         """All files, then the manifest, then the rename; the oldest goes last."""
         try:
             self.newest = self._commit(one)
         except (StorageError, CheckpointError) as error:
+            is_final = one.step + 1 == self._arm.num_steps
+            if is_final:
+                self.lost, self._final = str(error), one
             last = "there is none before it" if self.newest is None else f"{self.newest.path} stays"
             self._on_warning(
                 f"the checkpoint of step {one.step + 1} could not be written: {error}; {last}, and "
-                "training goes on"
+                + ("it was of the last step" if is_final else "training goes on")
             )
             self._tidy(one.aside)
             return
+        self.history = [*self.history, self.newest][-self._arm.config.checkpoint.keep :]
+        if one.step + 1 == self._arm.num_steps:
+            self.lost = ""
         try:
             self._store.prune(self._arm.name, self._arm.config.checkpoint.keep)
         except StorageError as error:

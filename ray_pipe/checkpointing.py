@@ -24,6 +24,7 @@ from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import Prediction
 from ray_pipe.plans import Arm
 from ray_pipe.resume import Start, default_folder, find_resume, load, states_for
+from stages.storage import StorageError
 
 
 class InTraining(Protocol):
@@ -48,6 +49,9 @@ class RunCheckpoints:
 
     resumed: dict[str, int] = field(default_factory=dict)
     """Arms that did not begin at step 0, and where they did."""
+
+    lost: dict[str, str] = field(default_factory=dict)
+    """Arms whose last state could not be saved, and why."""
 
     _store: CheckpointStore | None = None
     _run_name: str = ""
@@ -112,7 +116,7 @@ class RunCheckpoints:
             )
             one.saver.newest = start.checkpoint
             pipeline.on_sent = one.saver.sent
-        pipeline.checkpoints = Fallback(one, start.checkpoint)
+        pipeline.checkpoints = Fallback(one, start.checkpoint, self.on_warning)
 
     def end_steps(self, pipeline: Pipeline, one: InTraining) -> None:
         """The arm's own steps are done: wait until they are saved."""
@@ -120,28 +124,44 @@ class RunCheckpoints:
         if one.saver is not None:
             one.saver.finish()
             self.newest = one.saver.newest
+            if one.saver.lost:
+                self.lost[one.arm.name] = one.saver.lost
 
     def end(self, one: InTraining) -> None:
         """Nothing more will be trained of this arm."""
-        if self._store is not None and one.saver is not None and one.saver.newest is not None:
-            self._store.finish(one.arm.name, _numbers(one))
+        if self._store is None or one.saver is None or one.arm.name in self.lost:
+            return  # what is lost must be trained again by whoever resumes
+        if one.saver.newest is not None:
+            try:
+                self._store.finish(one.arm.name, _numbers(one))
+            except StorageError as error:
+                self.on_warning(f"that {one.arm.name} is done could not be noted: {error}")
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """What a pipeline goes back to when a stage is lost with its black box."""
+    """What a pipeline goes back to when a stage is lost with its black box.
+
+    Only what this run saved or began with: an older checkpoint in the same folder may be of a
+    course that was left."""
 
     one: InTraining
     first: Checkpoint | None
     """What the arm began with, if it was resumed."""
 
+    on_warning: Callable[[str], None]
+    _refused: set[str] = field(default_factory=set)
+
     def newest(self) -> int | None:
-        """The step whose commit was saved last."""
+        """The step whose commit was saved last, as far as that can still be read."""
         checkpoint = self._checkpoint()
         return None if checkpoint is None else checkpoint.step - 1
 
     def load(self, step: int) -> list[Any]:
-        """That state of every stage, as `StageActor.load_state` takes it."""
+        """That state of every stage, as `StageActor.load_state` takes it.
+
+        Raises `CheckpointError` if it is damaged: `refuse` it, and there may be one before it.
+        """
         checkpoint = self._checkpoint()
         assert checkpoint is not None
         assert checkpoint.step - 1 == step
@@ -149,9 +169,19 @@ class Fallback:
         states, _ = states_for(self.one.arm, checkpoint)
         return [np.frombuffer(state.to_bytes(), dtype=np.uint8) for state in states]
 
+    def refuse(self, why: str) -> None:
+        """The newest cannot be used: `newest` is the one before it from now on."""
+        checkpoint = self._checkpoint()
+        assert checkpoint is not None
+        self._refused.add(checkpoint.path)
+        before = self._checkpoint()
+        left = "the run begins anew" if before is None else f"{before.path} is tried"
+        self.on_warning(f"the checkpoint {checkpoint.path} cannot be used: {why}; {left}")
+
     def _checkpoint(self) -> Checkpoint | None:
-        saver = self.one.saver
-        return self.first if saver is None else saver.newest or self.first
+        own = [] if self.one.saver is None else self.one.saver.history
+        found = [one for one in (self.first, *own) if one and one.path not in self._refused]
+        return found[-1] if found else None
 
 
 def _numbers(one: InTraining) -> dict[str, Any]:

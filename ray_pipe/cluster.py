@@ -240,10 +240,14 @@ class StageActors:
         `avoid` holds ids of nodes that Ray may still take for alive. Call `introduce` next.
         Returns the stages that a warm spare has taken over.
         """
-        warm = set()
+        warm, alive = set(), nodes()
+        homes = {self.placement.nodes[stage].id for stage in stages} - {*avoid}
+        silent = {node_id for node_id in homes if self.spares.are_silent(node_id)}
+        if any(node.id not in {*avoid, *silent} for node in alive):
+            avoid = {*avoid, *silent}
         for node_id in avoid:
             self.spares.forget(node_id)
-        self.placement = move(self.placement, stages, nodes(), avoid=avoid)
+        self.placement = move(self.placement, stages, alive, avoid=avoid)
         for stage in sorted(stages):
             ray.kill(self.handles[stage])
             spare = self.spares.take(self.placement.nodes[stage].id)

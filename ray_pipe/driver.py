@@ -145,6 +145,8 @@ def run(
             results = results_of(config, summaries, trained, failures)
             if checkpoints.resumed:
                 results["resumed"] = dict(checkpoints.resumed)
+            if checkpoints.lost:
+                results["lost_checkpoints"] = dict(checkpoints.lost)
             write_all(path, results, trained, observer)
     observer.on_end(results, path)
     return Outcome(

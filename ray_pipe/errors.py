@@ -8,7 +8,8 @@ are raised inside Ray actors.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class RayPipeError(Exception):
@@ -44,6 +45,22 @@ class StageDied(TrainingError):
     def __str__(self) -> str:
         text = f"stage {self.stage} died in step {self.step}: {self.cause}"
         return f"{text}; {self.hint}" if self.hint else text
+
+
+class CheckpointsLost(TrainingError):
+    """All steps were trained, but what they led to is not saved."""
+
+
+def lost_checkpoints(results: Mapping[str, Any]) -> CheckpointsLost | None:
+    """What results.json says about checkpoints of the last step that were lost, as an error."""
+    lost = results.get("lost_checkpoints")
+    if not lost:
+        return None
+    arms = "; ".join(f"{arm}: {why}" for arm, why in lost.items())
+    return CheckpointsLost(
+        "training ended and its results are written, but the state after the last step could not "
+        f"be saved ({arms}); mend that, and --resume repeats the steps since the last checkpoint"
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -65,8 +65,10 @@ def is_death(error: BaseException) -> bool:
     return isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
 
 
-def lost_its_node(error: BaseException) -> bool:
-    """Whether an actor's death was the death of its node: what lay on it is gone too."""
+def is_out_of_reach(error: BaseException) -> bool:
+    """Whether an actor was lost with its node, or with the way to it: what lay there is, too."""
+    if isinstance(error, ActorUnavailableError):
+        return True
     return is_death(error) and "its node has died" in " ".join(str(error).split())
 
 

@@ -167,11 +167,20 @@ class Hearing:
         return dead | {i for i in unsure - dead - self.hung if not self._is_there(i)}
 
     def _is_there(self, index: int) -> bool:
-        try:
-            ray.get(self._pipeline.handles[index].ping.remote(), timeout=UNAVAILABLE_S)
-        except RayError:
-            return False
-        return True
+        """Asks until Ray knows: a node that is gone is not known to be for some ten seconds."""
+        until_s = time.monotonic() + UNAVAILABLE_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            try:
+                ray.get(self._pipeline.handles[index].ping.remote(), timeout=left_s)
+            except ActorUnavailableError:
+                time.sleep(LOOK_S)
+            except RayError as error:
+                if is_death(error):
+                    self.errors[index] = error
+                return False
+            else:
+                return True
+        return False
 
     def _abort(self, stages: Collection[int]) -> dict[Any, int]:
         return {self._pipeline.handles[i].abort.remote(self._why): i for i in sorted(stages)}

@@ -50,6 +50,7 @@ class Checkpoints(Protocol):
 
     def newest(self) -> int | None: ...
     def load(self, step: int) -> list[Any]: ...
+    def refuse(self, why: str) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -252,11 +253,19 @@ class Pipeline:
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Weights and optimizer of each stage after the last step."""
+        return self._ask("state_dict", "telling its weights")
+
+    def check_in(self) -> None:
+        """Between steps: whoever does not answer is replaced."""
+        self._ask("ping", "answering")
+
+    def _ask(self, method: str, doing: str) -> list[Any]:
+        """The answers of all stages between steps, with new stages for those that are lost."""
         while True:
             self.settle()
-            calls = {handle.state_dict.remote(): i for i, handle in enumerate(self.handles)}
+            calls = {getattr(handle, method).remote(): i for i, handle in enumerate(self.handles)}
             try:
-                results = self._results(calls, "telling its weights")
+                results = self._results(calls, doing)
             except CallsFailed as failed:  # the last step is in the boxes, too
                 self._rescue(Item(plan=self.arm.plan(max(self.losses, default=0))), failed)
                 continue

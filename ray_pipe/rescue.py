@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.errors import ClusterError
-from ray_pipe.failures import cause_of, is_death, lost_its_node, name_failure, to_error
+from ray_pipe.failures import cause_of, is_death, is_out_of_reach, name_failure, to_error
 from ray_pipe.hearing import Hearing
 from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
 
@@ -109,7 +110,7 @@ class Rescue:
         avoid = {
             pipeline.infos[index]["node"]
             for index in lost
-            if (error := self.errors.get(index)) is not None and lost_its_node(cause_of(error))
+            if (error := self.errors.get(index)) is not None and is_out_of_reach(cause_of(error))
         }
         with self._timed("process"):
             self.warm = actors.replace(lost, avoid=avoid)
@@ -155,8 +156,13 @@ class Rescue:
             saved: list[Any] = [None] * len(statuses)
             if "checkpoint" in decision.sources:
                 assert saves is not None
-                saved = saves.load(decision.step)
+                try:
+                    saved = saves.load(decision.step)
+                except CheckpointError as error:
+                    saves.refuse(str(error))
+                    continue
                 _get(pipeline.set_up(range(len(pipeline.handles))))
+                statuses = [Status(index=i, live=None) for i in range(len(statuses))]
             calls = {
                 handle.restore.remote(decision.step, own): i
                 for i, (handle, own) in enumerate(zip(pipeline.handles, saved, strict=True))
@@ -165,7 +171,9 @@ class Rescue:
             if not damaged:
                 return decision
             if "checkpoint" in decision.sources:
-                raise next(iter(damaged.values()))
+                assert saves is not None
+                saves.refuse(str(cause_of(next(iter(damaged.values())))))
+                continue
             for index in damaged:
                 statuses[index] = Status(index=index, live=None)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
-from ray_pipe.errors import ConfigError, RayPipeError
+from ray_pipe.errors import ConfigError, RayPipeError, lost_checkpoints
 from ray_pipe.flags import build_config, parse_flags, with_flag
 from ray_pipe.metrics import to_json
 from ray_pipe.settings_file import show_settings
@@ -108,6 +108,9 @@ def _train(
     if as_json:
         out.write(to_json(result.results) + "\n")
         out.flush()
+    if lost := lost_checkpoints(result.results):
+        _show_error(lost, err, debug=False)
+        return FAILED
     return DONE
 
 

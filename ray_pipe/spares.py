@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from ray_pipe.planner.placement import Node
 
@@ -112,6 +112,24 @@ class Spares:
                 continue
             return spare.handle
         return None
+
+    def are_silent(self, node_id: str) -> bool:
+        """Whether there is no answer from any warm spare of a node that has one: then the node
+        cannot be reached, whatever Ray still believes."""
+        home = self._homes.get(node_id, _Home())
+        warm = [spare.handle for spare in home.idle if _is_done(spare.warm)]
+        calls = [handle.ping.remote() for handle in warm]
+        if not calls:
+            return False
+        for call in ray.wait(calls, num_returns=len(calls), timeout=PING_S)[0]:
+            try:
+                ray.get(call)
+            except ActorUnavailableError:
+                continue
+            except RayError:
+                return False  # it died, which the node could tell
+            return False
+        return True
 
     def forget(self, node_id: str) -> None:
         """A node is gone, and its spares with it."""

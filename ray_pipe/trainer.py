@@ -19,7 +19,7 @@ from ray_pipe.checkpoint_files import Checkpoint
 from ray_pipe.config import RunConfig
 from ray_pipe.data import DatasetSamples
 from ray_pipe.driver import Outcome, run
-from ray_pipe.errors import ConfigError
+from ray_pipe.errors import ConfigError, lost_checkpoints
 from ray_pipe.export import weights_of
 from ray_pipe.planner.partition import partition
 from ray_pipe.progress import Observer, make_progress
@@ -67,6 +67,8 @@ class Result:
     """The newest of the last arm, if `config.checkpoint.every` asked for any; has a `path`."""
 
     error: Exception | None = None
+    """Set if the state after the last step should have been saved and could not: a
+    `CheckpointsLost`. What else fails is raised."""
 
     @property
     def metrics_dataframe(self) -> Any:
@@ -147,6 +149,7 @@ class PipelineTrainer:
             results=outcome.results,
             model_state=_weights(outcome, workload, config.pipeline.stages),
             checkpoint=outcome.checkpoint,
+            error=lost_checkpoints(outcome.results),
         )
 
     def _observer(self) -> Observer:

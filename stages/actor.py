@@ -182,11 +182,16 @@ class StageActor:
         spec = self._spec
         if spec.black_box == OFF:
             return ""
-        # All stages may be on this node; a log of rows is up to two and a half times its rows.
         image_nbytes = 3 * sum(p.nbytes for p in compute.parameters)
-        need_nbytes = 2 * spec.num_stages * image_nbytes + 3 * spec.rows_nbytes
         try:
-            box = open_box(spec.black_box, run=spec.run, stage=spec.index, need_nbytes=need_nbytes)
+            box = open_box(
+                spec.black_box,
+                run=spec.run,
+                stage=spec.index,
+                need_nbytes=2 * spec.num_stages * image_nbytes,  # all stages may be on this node
+                rows_nbytes=spec.rows_nbytes,
+                spill=spec.activation_codec.spill_dir if spec.rows_nbytes else None,
+            )
         except (OSError, BoxError) as error:
             return f"stage {spec.index} has no black box: {error}"
         self._loop.submit(_on_loop(self._keep_box, box)).result()

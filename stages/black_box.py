@@ -19,6 +19,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,22 +66,17 @@ class Kept:
 class BlackBox:
     """One stage's box. Methods may be called from any thread, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the box in `folder`, or make it. Raises `BoxError` if another process holds it."""
+    def __init__(self, folder: Path, *, rows: Path | None = None) -> None:
+        """Open the box in `folder`, or make it; `rows` is a folder of its own for the log of rows,
+        if that is to lie elsewhere. Raises `BoxError` if another process holds it."""
         self.folder = folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise BoxError(
-                f"the black box {folder} is held by another process; a stage that was replaced "
-                "must be dead before its box is opened"
-            ) from None
+        self._folders = [folder] if rows is None else [folder, rows]
+        self._locks: list[int] = []
+        for one in self._folders:
+            self._hold(one)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._slots = [os.open(folder / f"slot-{i}", flags, 0o600) for i in (0, 1)]
-        self._log = RowLog(folder)
+        self._log = RowLog(self._folders[-1])
         self._positions: dict[int, Position] = {}  # by step
         self._is_closed = False
         self.on_write: Callable[[str], None] | None = None
@@ -186,17 +182,30 @@ class BlackBox:
             return
         self._is_closed = True
         self._log.close()
-        for fd in (*self._slots, self._lock):
+        for fd in (*self._slots, *self._locks):
             os.close(fd)
 
     def remove(self) -> None:
         """Close the box and delete it."""
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                folder.parent.rmdir()  # the last one out; fails while others are there
+
+    def _hold(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._locks.append(lock)
         try:
-            self.folder.parent.rmdir()  # the last one out; fails while others are there
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return
+            for held in self._locks:
+                os.close(held)
+            raise BoxError(
+                f"the black box {folder} is held by another process; a stage that was replaced "
+                "must be dead before its box is opened"
+            ) from None
 
     def _rewind_log(self) -> None:
         """To the newest step that is left; the one before can be read until the next write."""

@@ -23,21 +23,48 @@ LOCK_PATIENCE_S = 10.0
 """How long the process that is replaced may take to end."""
 
 
-def open_box(setting: str, *, run: str, stage: int, need_nbytes: int) -> BlackBox:
+ROWS_IN_LOG = 3
+"""A log of rows may be so many times its rows."""
+
+
+def open_box(
+    setting: str,
+    *,
+    run: str,
+    stage: int,
+    need_nbytes: int,
+    rows_nbytes: int = 0,
+    spill: str | None = None,
+) -> BlackBox:
     """The box of a stage: the one it had on this node, else a new one.
 
-    `setting` is a folder or `auto`; `need_nbytes` what all boxes of the node are expected to take.
-    Raises `OSError` if the folder cannot be used.
+    `setting` is a folder or `auto`; `need_nbytes` what all boxes of the node are expected to take
+    without their rows, `rows_nbytes` the rows themselves. With `auto` and a folder that rows are
+    `spill`ed to, since memory does not hold them, their log lies there too, if the disk has room
+    for both. Raises `OSError` if the folder cannot be used.
     """
     places = candidates(setting)
     folder = _existing(places, run, stage)
+    beside = None
+    if setting == AUTO and spill is not None:
+        beside = candidates(spill)[0] / run / f"stage-{stage}"
+        is_good = (
+            _has_room(_above(Path(spill)), (1 + ROWS_IN_LOG) * rows_nbytes)
+            if folder is None
+            else beside.is_dir()
+        )
+        beside = beside if is_good else None
     if folder is None:
+        if beside is None:
+            need_nbytes += ROWS_IN_LOG * rows_nbytes
         folder = _roomy(places, need_nbytes) / run / f"stage-{stage}"
-        sweep(folder.parent.parent)
+        for fresh in (folder, beside):
+            if fresh is not None:
+                sweep(fresh.parent.parent)
     until = time.monotonic() + LOCK_PATIENCE_S
     while True:
         try:
-            return BlackBox(folder)
+            return BlackBox(folder, rows=beside)
         except BoxError:
             if time.monotonic() > until:
                 raise
@@ -71,9 +98,18 @@ def _existing(places: list[Path], run: str, stage: int) -> Path | None:
 def _roomy(places: list[Path], need_nbytes: int) -> Path:
     """The first place with room enough; the last one if there is none."""
     for place in places[:-1]:
-        if shutil.disk_usage(place.parent).free > MIN_FREE_NBYTES + 2 * need_nbytes:
+        if _has_room(place.parent, 2 * need_nbytes):
             return place
     return places[-1]
+
+
+def _has_room(folder: Path, need_nbytes: int) -> bool:
+    return shutil.disk_usage(folder).free > MIN_FREE_NBYTES + need_nbytes
+
+
+def _above(folder: Path) -> Path:
+    """The folder, or what it will be made in."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _is_stale(run: Path, now: float) -> bool:

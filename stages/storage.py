@@ -94,7 +94,7 @@ class Folder:
             try:
                 self._fs.makedirs(self.path, exist_ok=True)
                 self._put(where, counted())
-            except OSError:
+            except Exception:
                 self.remove_file(name)
                 raise
         note = FileNote(name=name, nbytes=nbytes, sha256=digest.hexdigest())
@@ -129,24 +129,24 @@ class Folder:
         refuse_other(self.uri, note, nbytes, digest.hexdigest())
 
     def has(self, name: str) -> bool:
-        return bool(self._fs.exists(f"{self.path}/{name}"))
+        with self._explained(f"cannot look for {self.uri}/{name}"):
+            return bool(self._fs.exists(f"{self.path}/{name}"))
 
     def remove_file(self, name: str) -> None:
         """If it is there and can be removed."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(StorageError), self._explained(f"cannot remove {name}"):
             self._fs.rm_file(f"{self.path}/{name}")
 
     # --- folders ----------------------------------------------------------------------------
 
     def children(self) -> list[str]:
         """Names of the folders in it, in order; empty where it does not exist."""
-        self._fs.invalidate_cache()
-        try:
-            found = self._fs.ls(self.path, detail=True)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(error.errno, f"cannot list {self.uri}: {_why(error)}") from error
+        with self._explained(f"cannot list {self.uri}"):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self.path, detail=True)
+            except FileNotFoundError:
+                return []
         return sorted(
             str(entry["name"]).rstrip("/").rpartition("/")[2]
             for entry in found
@@ -224,6 +224,12 @@ class Folder:
             raise
         except OSError as error:
             raise StorageError(error.errno, f"{doing}: {_why(error)}") from error
+        except Exception as error:
+            if self.is_local:
+                raise
+            # Each store has errors of its own (botocore's, aiohttp's, …), and most are no OSError.
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise StorageError(errno.EIO, f"{doing}: the store says {words}") from error
 
 
 def refuse_other(where: str, note: FileNote, nbytes: int, sha256: str) -> None:

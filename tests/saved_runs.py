@@ -68,6 +68,10 @@ class FakePipeline:
         """Keys of saves that take their time."""
 
         self.slow = False
+        self.heals = False
+        """Whether stages can save again once they were asked whether they are there."""
+
+        self.num_check_ins = 0
         self._results: dict[str, list[Any]] = {}
 
     def see(self, folder: str, name: str, token: bytes) -> bool:
@@ -98,6 +102,11 @@ class FakePipeline:
         self.writing.discard(key)
         return self._results[key]
 
+    def check_in(self) -> None:
+        self.num_check_ins += 1
+        if self.heals:
+            self.fail = {}
+
     def load_states(self, states: list[StageState]) -> None:
         self.loaded = list(states)
 
@@ -118,6 +127,8 @@ class SavedRun:
 
     losses: list[float] = field(default_factory=list)
     final: list[StageState] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    """Instead of sleeping."""
 
     @property
     def config(self) -> RunConfig:
@@ -162,8 +173,9 @@ class SavedRun:
             run_name=self.path.name,
             progress=lambda: progress_of(meter, [], None, num_steps=arm.num_steps),
             on_warning=self.warnings.append,
+            pause=self.pauses.append,
         )
-        self.saver = saver
+        self.saver, self.pipeline = saver, fake
         for step in range(len(meter.rows), steps):
             (records,) = await local.run([arm.plan(step)])
             fake.now = [await stage.save_state() for stage in local.stages]

@@ -176,13 +176,32 @@ def test_a_full_disk_for_black_boxes_costs_only_the_boxes(
     assert "No space left on device" in events
 
 
-def test_a_full_disk_for_checkpoints_is_a_warning_and_the_run_goes_on(
+def test_a_damaged_newest_checkpoint_sends_the_run_back_to_the_one_before(
+    unbroken: list[float], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "run", "--checkpoint-every", "2", "--set", "faults.black_box=off")
+    run.wait_for_step(7)
+    newest = max((run.path / "checkpoints" / "acsgd").glob("checkpoint_00000?"))
+    (newest / "stage_0.safetensors").write_bytes(b"damaged")
+    os.kill(run.stages()[1], signal.SIGKILL)
+    output = " ".join(run.output().split())
+
+    assert run.process.returncode == 0, output
+    assert run.losses == unbroken
+    (failure,) = run.results["failures"]
+    assert failure["source"] == "checkpoint"
+    assert f"{newest.name} cannot be used" in output
+
+
+def test_a_full_disk_for_checkpoints_ends_all_steps_and_then_fails_by_name(
     unbroken: list[float], tmp_path: Path, tiny_disk: Path
 ) -> None:
     flags = ("--checkpoint-every", "4", "--checkpoint-dir", str(tiny_disk))
     run = Run(tmp_path, "run", *flags)
     output = " ".join(run.output().split())
 
-    assert run.process.returncode == 0, output
     assert run.losses == unbroken
     assert "could not be written" in output
+    assert run.process.returncode == 1, output
+    assert "the state after the last step could not be saved (acsgd: " in output
+    assert "the disk is full" in run.results["lost_checkpoints"]["acsgd"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from compressors.buffers import Change, Mark
 from stages import box_places
-from stages.black_box import BlackBox, BoxError
+from stages.black_box import BlackBox, BoxError, Image
 from stages.box_places import STALE_S, candidates, open_box, sweep
 
 
@@ -74,3 +77,70 @@ def test_a_box_that_stays_held_is_refused_in_the_end(
     with pytest.raises(BoxError, match="held by another process"):
         open_box(str(tmp_path), run="r", stage=0, need_nbytes=10)
     box.close()
+
+
+def test_rows_that_are_spilled_have_their_log_beside_the_spill_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_places, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    spill = str(tmp_path / "disk" / "spill")  # not made yet
+    change = Change(0, Mark(0, 1, (4,), True), torch.arange(4, dtype=torch.uint8))
+
+    def open_again() -> BlackBox:
+        return open_box("auto", run="r", stage=1, need_nbytes=10, rows_nbytes=50, spill=spill)
+
+    box = open_again()
+    box.write(Image(step=0, arrays={}, notes={}, changes={"end": [change]}))
+    logs = [path for path in tmp_path.rglob("*") if path.name.startswith("rows-")]
+    assert logs
+    assert all(path.is_relative_to(spill) for path in logs)
+    assert (box.folder / "slot-0").is_relative_to(tmp_path / "shm")
+    box.close()
+    again = open_again()
+    assert list(again.read(0).rows) == ["end"]
+    again.remove()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_spill_disk_without_room_for_both_has_only_the_spill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_places, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(box_places.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    (tmp_path / "spill").mkdir()
+
+    box = open_box(
+        "auto", run="r", stage=1, need_nbytes=10, rows_nbytes=1 << 60, spill=str(tmp_path / "spill")
+    )
+
+    assert list((tmp_path / "spill").iterdir()) == []
+    box.close()
+    assert box.folder == open_and_close(rows_nbytes=10, spill=str(tmp_path / "spill"))
+    assert list((tmp_path / "spill").iterdir()) == []  # where its rows were they stay
+
+
+def test_a_folder_that_was_asked_for_holds_the_whole_box(tmp_path: Path) -> None:
+    (tmp_path / "spill").mkdir()
+    spill = str(tmp_path / "spill")
+
+    box = open_box(str(tmp_path), run="r", stage=1, need_nbytes=1, rows_nbytes=1, spill=spill)
+
+    assert list((tmp_path / "spill").iterdir()) == []
+    box.remove()
+
+
+def test_left_over_logs_beside_a_spill_are_swept_unless_they_are_held(tmp_path: Path) -> None:
+    held = BlackBox(tmp_path / "a" / "held" / "stage-0", rows=tmp_path / "b" / "held" / "stage-0")
+    dead = BlackBox(tmp_path / "a" / "dead" / "stage-0", rows=tmp_path / "b" / "dead" / "stage-0")
+    dead.close()
+    now = (tmp_path / "b" / "dead").stat().st_mtime
+
+    assert sweep(tmp_path / "b", now=now + STALE_S + 60) == [tmp_path / "b" / "dead"]
+    held.close()
+
+
+def open_and_close(**options: Any) -> Path:
+    box = open_box("auto", run="r", stage=1, need_nbytes=10, **options)
+    box.close()
+    return box.folder

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from saved_runs import FakePipeline, SavedRun
 
 from ray_pipe.checkpoint_files import CheckpointError, CheckpointStore, locate
+from ray_pipe.checkpointing import Fallback
 from ray_pipe.resume import Resume
 from stages.storage import Folder, StorageError
 
@@ -155,6 +157,52 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
         assert not list((place / "acsgd").glob("*.part"))
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_the_checkpoint_of_the_last_step_is_tried_again_and_if_it_is_lost_that_is_known(
+    tmp_path: Path, heals: bool
+) -> None:
+    def break_at_the_end(pipeline: FakePipeline, step: int) -> None:
+        pipeline.heals = heals
+        pipeline.fail = {1: StorageError(5, "the store does not answer")} if step == 5 else {}
+
+    run = SavedRun(path=tmp_path / "demo", steps=6, at_step=break_at_the_end).train()
+
+    assert steps_of(run) == ([2, 4, 6] if heals else [2, 4])
+    assert run.saver.lost == ("" if heals else "[Errno 5] the store does not answer")
+    assert run.pauses == ([2.0] if heals else [2.0, 2.0])
+    assert "checkpoint_000004 stays, and it was of the last step" in run.warnings[-1]
+
+
+def test_a_checkpoint_that_is_lost_on_the_way_is_not_lost_at_the_end(tmp_path: Path) -> None:
+    def break_once(pipeline: FakePipeline, step: int) -> None:
+        pipeline.fail = {1: StorageError(5, "the store does not answer")} if step == 3 else {}
+
+    run = SavedRun(path=tmp_path / "demo", steps=6, at_step=break_once).train()
+
+    assert (run.saver.lost, run.pauses) == ("", [])
+
+
+def test_a_damaged_newest_checkpoint_is_not_the_end_of_a_recovery(tmp_path: Path) -> None:
+    run = SavedRun(path=tmp_path / "demo", settings={"checkpoint__keep": 2}).train()
+    damaged = run.store.checkpoints("acsgd")[-1]
+    (Path(damaged.path) / "stage_1.safetensors").write_bytes(b"x")
+    one: Any = SimpleNamespace(arm=run.arm, saver=run.saver)
+    warnings: list[str] = []
+    fallback = Fallback(one, None, warnings.append)
+
+    assert fallback.newest() == 5
+    with pytest.raises(CheckpointError, match="it was cut off or changed"):
+        fallback.load(5)
+    fallback.refuse("it was cut off")
+    assert fallback.newest() == 3
+    assert len(fallback.load(3)) == 2
+    fallback.refuse("a test")
+    assert fallback.newest() is None
+    assert "checkpoint_000006 cannot be used: it was cut off; " in warnings[0]
+    assert warnings[0].endswith("checkpoint_000004 is tried")
+    assert warnings[1].endswith("cannot be used: a test; the run begins anew")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

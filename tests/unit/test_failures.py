@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from ray_pipe.failures import cause_of, is_death, name_failure, to_error
+from ray_pipe.failures import cause_of, is_death, is_out_of_reach, name_failure, to_error
 from stages.ends import StageTimeout
 from stages.stage import StageAborted
 
@@ -92,3 +92,12 @@ def test_a_stage_that_was_killed_because_it_hung_did_not_die() -> None:
     failure = name_failure({2: dependency}, step=1, infos=INFOS, hung={1})
 
     assert (failure.kind, failure.stage) == ("hung", 1)
+
+
+def test_what_lies_on_a_node_that_is_gone_or_cannot_be_reached_is_lost() -> None:
+    gone = died("aa")
+    gone.error_msg = "The actor died: its node has\ndied. Node Id: x"
+
+    assert is_out_of_reach(gone)
+    assert is_out_of_reach(ActorUnavailableError("unreachable", None))
+    assert not is_out_of_reach(died("aa"))

@@ -76,6 +76,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.node_dies: list[Actor] = []
 
     def monotonic(self) -> float:
         return self.now
@@ -102,6 +103,12 @@ class Clock:
 
     def kill(self, actor: Actor) -> None:
         actor.was_killed = True
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > 14.0 and self.node_dies:
+            for actor in self.node_dies:
+                actor.error = ActorDiedError()
 
     def _due(self, call: Call) -> float:
         gone = call.actor.was_killed or (call.needs is not None and call.needs.was_killed)
@@ -249,6 +256,19 @@ def test_who_cannot_be_reached_is_asked_once_more(monkeypatch: pytest.MonkeyPatc
 
     assert bench.hold() == ({1}, set())
     assert isinstance(bench.hearing.errors[1], ActorUnavailableError)
+    assert bench.clock.now == pytest.approx(20.0, abs=0.3)
+
+
+def test_that_a_node_is_gone_is_waited_for_because_ray_does_not_know_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch)
+    bench.stages[1].error = ActorUnavailableError("unreachable", None)
+    bench.clock.node_dies = [bench.stages[1]]
+
+    assert bench.hold() == ({1}, set())
+    assert type(bench.hearing.errors[1]) is ActorDiedError
+    assert bench.clock.now == pytest.approx(14.0, abs=0.3)
 
 
 def test_on_a_busy_machine_silence_is_forgiven_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class Command:
 
     error: BaseException | None = None
     seen: list[RunConfig] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
     out: str = ""
     err: str = ""
 
@@ -52,7 +53,7 @@ class Command:
         if self.error is not None:
             raise self.error
         observer.on_arm_end(RESULTS["arms"][0])
-        return Result(RESULTS)
+        return Result({**RESULTS, **self.more})
 
     def __call__(self, *argv: str) -> int:
         out, err = io.StringIO(), io.StringIO()
@@ -354,6 +355,18 @@ def test_the_last_line_with_json_is_the_results_and_stdout_has_no_other(command:
     }
     assert "noise from a library" in command.err
     assert "final" in command.err
+
+
+def test_a_run_whose_last_state_is_not_saved_shows_its_results_and_fails(command: Command) -> None:
+    command.more = {"lost_checkpoints": {"acsgd": "the disk is full"}}
+
+    assert command("--json") == 1
+    assert json.loads(command.out)["arms"][0]["final_loss"] == 2.5
+    assert command.err.splitlines()[-1] == (
+        "error: training ended and its results are written, but the state after the last step "
+        "could not be saved (acsgd: the disk is full); mend that, and --resume repeats the steps "
+        "since the last checkpoint"
+    )
 
 
 def test_without_json_the_table_is_on_stdout(command: Command) -> None:

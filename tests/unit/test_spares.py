@@ -45,8 +45,12 @@ class FakeRay:
     """Stands for `ray.wait`, `ray.get` and `ray.kill`."""
 
     def wait(self, calls: list[Any], *, num_returns: int = 1, timeout: float = 0.0) -> Any:
-        done = [call for call in calls if call[0].is_warm or call[0].is_dead]
+        done = [call for call in calls if self._is_done(*call)]
         return done, [call for call in calls if call not in done]
+
+    def _is_done(self, actor: FakeActor, method: str) -> bool:
+        stopped = actor.is_stopped and method == "ping"
+        return actor.is_dead or (actor.is_warm and not stopped)
 
     def get(self, call: Any, timeout: float | None = None) -> int:
         actor, method = call
@@ -160,6 +164,20 @@ def test_the_spares_of_a_lost_node_and_at_the_end_all_are_let_go() -> None:
     assert [actor.was_killed for actor in bench.started] == [True, True]
     bench.spares.tend([A, B], "spec")
     assert len(bench.started) == 2
+
+
+def test_a_node_none_of_whose_spares_answers_cannot_be_reached() -> None:
+    bench = Bench(per_node=2)
+    bench.spares.tend([A, B], "spec")
+    for actor in bench.started[:2]:
+        actor.is_stopped = True
+    bench.started[2].is_stopped = True
+
+    assert bench.spares.are_silent("a")
+    assert not bench.spares.are_silent("b")  # one answers
+    assert not bench.spares.are_silent("c")  # nobody to ask
+    bench.started[0].is_dead = True
+    assert not bench.spares.are_silent("a")  # who can tell of a death is there
 
 
 def test_waiting_says_whether_all_are_warm() -> None:

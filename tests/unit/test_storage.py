@@ -9,8 +9,11 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 
 from stages import storage
 from stages.storage import FileNote, Folder, StorageError
@@ -222,3 +225,43 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
             Folder(tmp_path).write("x", [b"1"])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+class MoodyError(Exception):
+    """As stores raise them: no OSError."""
+
+
+class MoodyStore(MemoryFileSystem):
+    """Remembers nothing and complains about everything."""
+
+    protocol = "moody"
+
+    def _refuse(self, *args: Any, **options: Any) -> Any:
+        raise MoodyError("Could not connect to\nthe endpoint")
+
+    makedirs = open = cat_file = exists = rm = rm_file = ls = _refuse
+
+
+def test_errors_of_a_stores_own_are_storage_errors_with_their_words() -> None:
+    register_implementation("moody", MoodyStore, clobber=True)
+    folder = Folder("moody://bucket/run")
+    note = FileNote(name="a", nbytes=1, sha256="")
+    calls = [
+        lambda: folder.write("a", [b"x"]), lambda: folder.read("a"), lambda: folder.check(note),
+        lambda: folder.has("a"), folder.children, folder.remove,
+    ]  # fmt: skip
+
+    for call in calls:
+        with pytest.raises(StorageError, match="MoodyError: Could not connect to the endpoint"):
+            call()
+    folder.remove_file("a")  # costs nothing
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_fault_of_the_disk(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"x"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Folder(tmp_path).write("a", chunks())
+    assert list(tmp_path.iterdir()) == []
