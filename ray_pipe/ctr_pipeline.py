@@ -33,7 +33,6 @@ class CtrPipeline(Pipeline):
     ) -> None:
         self.shards = shards
         self.shard_infos: list[Any] = []
-        self._part = 0
         super().__init__(actors, arm, epoch_s=epoch_s, failures=failures)
         shards.arm = arm.name
         shards.on_replaced = self._on_replaced
@@ -63,21 +62,27 @@ class CtrPipeline(Pipeline):
         numbers: dict[str, Any] = self.gather(call, doing="waiting for its gradients to arrive")[0]
         return numbers
 
-    def score(self, step: int) -> ScoreCounts:
-        """Logits of all held-out samples after a step."""
+    def score(self, step: int) -> tuple[ScoreCounts, Records]:
+        """Logits of all held-out samples after a step, and the records of the last of them."""
         assert isinstance(self.arm, CtrArm)
-        parts = []
-        for plan in self.arm.evaluations(step, first_part=self._part + 1):
-            self._part = plan.part
-            self.evaluate(plan)
+        parts, records = [], []
+        for plan in self.arm.evaluations(step):
+            records = self.evaluate(plan)
             logits, labels = ray.get(self.handles[-1].scores.remote())
             parts.append(ScoreCounts.of(logits, labels))
-        return parts[0].merge(*parts[1:])
+        return parts[0].merge(*parts[1:]), records
 
     def _with_shards(self, records: Records) -> Records:
         first, *others = records
         sent = {**first.sent, **self.shards.look()}
-        return [replace(first, sent=sent), *others]
+        totals = self.shards.totals()
+        embedding = {
+            **first.embedding,
+            "rows": totals.rows,
+            "row_bytes": totals.real_bytes,
+            "resident_bytes": totals.resident_bytes,
+        }
+        return [replace(first, sent=sent, embedding=embedding), *others]
 
     def _on_replaced(self, shard: int, failure: Failure) -> None:
         """Stage 0 asks the new process what the old one left open."""

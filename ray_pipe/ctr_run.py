@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashb
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_pipeline import CtrPipeline
+from ray_pipe.ctr_table import compare_arms
 from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
 from ray_pipe.driver import Outcome
 from ray_pipe.errors import ConfigError
@@ -38,6 +38,9 @@ class Clicked(Trained):
     totals: ShardTotals = field(default_factory=ShardTotals)
     tau: int = 0
     best_auc: float | None = None
+    evaluations: list[tuple[float, int, float, float]] = field(default_factory=list)
+    """(wall_s, step, AUC, log-loss) after each epoch."""
+
     client: dict[str, Any] = field(default_factory=dict)
     """Stage 0's own counts: lost, voided and refused pushes."""
 
@@ -141,34 +144,37 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
 
 
 def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
-    """All steps of an arm, then the held-out samples."""
-    for records in pipeline.train():
-        row = one.add(records)
-        pipeline.deadlines.add(row.step_s)
-        for event in row.events:
-            observer.on_phase(f"{one.arm.name}: {event}")
-        one.tau = records[0].embedding.get("tau", one.tau)
-        one.client = dict(records[0].embedding)
+    """All steps of an arm; the held-out samples are scored after each epoch and at the end."""
+    num_steps, per_epoch = one.arm.num_steps, one.arm.order.steps_per_epoch
+    for first in range(0, num_steps, per_epoch):
+        last = min(first + per_epoch, num_steps) - 1
+        for records in pipeline.train(range(first, last + 1)):
+            row = one.add(records)
+            pipeline.deadlines.add(row.step_s)
+            for event in row.events:
+                observer.on_phase(f"{one.arm.name}, step {row.step}: {event}")
+            one.tau = records[0].embedding.get("tau", one.tau)
+            one.client = dict(records[0].embedding)
+            auc = {} if one.scores is None else {"auc": one.scores.auc()}
+            line = row.as_dict()
+            line["embedding"] = {**line.get("embedding", {}), **auc}
+            observer.on_step(one.arm.name, line)
+        observer.on_phase(f"{one.arm.name}: scoring the held-out samples")
+        one.client = pipeline.settle_embeddings()
+        one.meter.ledger.add_late(pipeline.shards.settle())
         one.totals = pipeline.shards.totals()
-        observer.on_step(one.arm.name, row.as_dict() | progress_of(one, records[0].embedding))
-    observer.on_phase(f"{one.arm.name}: scoring the held-out samples")
-    one.client = pipeline.settle_embeddings()
-    one.meter.ledger.add_late(pipeline.shards.settle())
-    one.totals = pipeline.shards.totals()
-    one.scores = pipeline.score(one.arm.num_steps - 1)
-    one.monitor.on_eval(one.scores.log_loss())
-
-
-def progress_of(one: Clicked, embedding: Mapping[str, Any]) -> dict[str, Any]:
-    """What the progress line says beside loss and speed."""
-    staleness = embedding.get("staleness", {})
-    return {
-        "rows": one.totals.rows,
-        "resident_bytes": one.totals.resident_bytes,
-        "tau": embedding.get("tau"),
-        "staleness": staleness,
-        "bytes_per_sample": one.meter.rows[-1].nbytes / max(1, one.meter.rows[-1].num_tokens),
-    }
+        one.scores, seen = pipeline.score(last)
+        pipeline.shards.settle()  # what the shards sent for it is no training
+        one.meter.skip(seen)
+        one.evaluations.append(
+            (one.meter.rows[-1].wall_s, last, one.scores.auc(), one.scores.log_loss())
+        )
+        one.monitor.on_eval(one.scores.log_loss())
+        one.monitor.on_auc(one.scores.auc())
+        observer.on_phase(
+            f"{one.arm.name}: AUC {one.scores.auc():.4f}, log-loss {one.scores.log_loss():.4f} "
+            f"after {last + 1} steps"
+        )
 
 
 def ctr_results(
@@ -180,8 +186,10 @@ def ctr_results(
     by_name = {one.arm.name: one for one in trained}
     for arm in results["arms"]:
         arm |= by_name[arm["name"]].numbers()
+        arm["evaluations"] = by_name[arm["name"]].evaluations
         arm["wire"] = _spec(by_name[arm["name"]]).wire.rows
         arm["codec_name"] = by_name[arm["name"]].arm.codec.name
+    compare_arms(results["arms"])
     results["clicks"] = {
         "text": task.text,
         "best_auc": task.best_auc,

@@ -224,7 +224,7 @@ class CtrArm(Arm):
         first, *others = Arm.specs(self, epoch_s=epoch_s, generation=generation, run=run)
         return [replace(first, embedding=self.embedding), *others]
 
-    def evaluations(self, step: int, *, first_part: int = 1) -> list[StepPlan]:
+    def evaluations(self, step: int) -> list[StepPlan]:
         """The held-out samples after a step, some at a time."""
         whole = self.evaluation(step).micro_batches
         size = max(1, EVAL_SAMPLES // self.config.pipeline.micro_batch_size)
@@ -232,7 +232,7 @@ class CtrArm(Arm):
             replace(
                 self.evaluation(step),
                 micro_batches=whole[i : i + size],
-                part=first_part + i // size,
+                part=1 + i // size,
             )
             for i in range(0, len(whole), size)
         ]

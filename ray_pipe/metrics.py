@@ -42,6 +42,8 @@ class StepRow:
     events: tuple[str, ...] = ()
     replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
     """With several: where each of them is and what it waited for, see `stages.sync.leader`."""
+    embedding: dict[str, Any] = field(default_factory=dict)
+    """Of a click model: rows, memory, staleness; see `stages.record`."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -78,6 +80,8 @@ class StepRow:
         }
         if self.replicas:
             line["replicas"] = self.replicas
+        if self.embedding:
+            line["embedding"] = self.embedding
         cleaned: dict[str, Any] = finite(line)
         return cleaned
 
@@ -123,6 +127,7 @@ class ArmMeter:
             codec=_codec_of(records),
             events=tuple(event for record in records for event in record.events),
             replicas=_replicas_of(records),
+            embedding=records[0].embedding,
         )
         self._stage_end |= {record.stage: record.end_s for record in records}
         (self.overtime if overtime else self.rows).append(row)

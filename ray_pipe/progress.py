@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ray_pipe.ctr_table import progress_text
 from ray_pipe.results_table import number, show_amount, show_clock, show_results
 
 PLAIN_WIDTH = 120
@@ -67,6 +68,10 @@ class ArmState:
     """Share of the busiest uplink's capacity that was used; None where links are not shaped."""
 
     bits_per_s: float | None = None
+    unit: str = "tokens"
+    more: str = ""
+    """What else a step has to say: rows and staleness of a click model."""
+
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     ended: bool = False
 
@@ -89,6 +94,8 @@ class RunState:
         state.steps = max(state.steps, state.done)
         state.loss = number(row.get("loss"))
         state.tokens_per_s = number(row.get("tokens_per_s"))
+        state.unit = str(self.plan.get("unit", "tokens"))
+        state.more = progress_text(row)
         step_s = number(row.get("step_s"))
         if step_s:
             state.step_times.append(step_s)
@@ -218,6 +225,7 @@ class PlainProgress(Progress):
             f"{state.name} ({index}/{max(self.state.num_arms, index)})",
             f"step {state.done}/{state.steps}",
             *_numbers(state),
+            state.more,
         ]
         left_s = self.state.left_s()
         if left_s is not None:
@@ -259,14 +267,20 @@ class LiveProgress(Progress):
         bars = Table.grid(padding=(0, 2))
         bars.add_column(no_wrap=True)
         bars.add_column(no_wrap=True)
-        for _ in range(4):
+        for _ in range(5):
             bars.add_column(justify="right", no_wrap=True)
         for state in self.state.arms:
             style = "green" if state.ended else "bold"
             loss, speed, link = _numbers(state)
             bar = ProgressBar(total=max(state.steps, 1), completed=state.done, width=24)
             bars.add_row(
-                Text(state.name, style=style), bar, f"{state.done}/{state.steps}", loss, speed, link
+                Text(state.name, style=style),
+                bar,
+                f"{state.done}/{state.steps}",
+                loss,
+                speed,
+                link,
+                state.more,
             )
         for name in self.state.waiting() if self.state.arms else ():
             bars.add_row(Text(name, style="dim"), ProgressBar(total=1, completed=0, width=24))
@@ -300,7 +314,7 @@ def plain_console(stream: TextIO) -> Console:
 
 def _numbers(state: ArmState) -> tuple[str, str, str]:
     loss = f"loss {state.loss:.4f}" if state.loss is not None else ""
-    speed = f"{show_amount(state.tokens_per_s)} tokens/s" if state.tokens_per_s else ""
+    speed = f"{show_amount(state.tokens_per_s)} {state.unit}/s" if state.tokens_per_s else ""
     if state.link_use is not None:
         link = f"link {100 * state.link_use:.0f} %"
     elif state.bits_per_s is not None:

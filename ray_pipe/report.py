@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ray_pipe import report_clicks
 from ray_pipe import report_curves as curves
 from ray_pipe import report_sections as sections
 from ray_pipe.arms import REFERENCE
@@ -52,12 +53,15 @@ def render_report(
     arms: list[Arm] = list(results.get("arms") or [])
     config = results.get("config") or {}
     hero = best_arm(arms)
+    clicks = "clicks" in results
     name = str(results.get("name") or "run")
     body = [
         tag("p", tag("b", "ray_pipe"), " · ", _subtitle(name, config), class_="kicker"),
-        tag("h1", headline(arms)),
-        _cards(arms, hero),
-        sections.arm_table(arms, best=hero["name"] if hero else None),
+        tag("h1", report_clicks.headline(results) if clicks else headline(arms)),
+        report_clicks.cards(results) if clicks else _cards(arms, hero),
+        report_clicks.clicks_body(results)
+        if clicks
+        else sections.arm_table(arms, best=hero["name"] if hero else None),
         curves.loss_section(arms),
         sections.time_section(arms),
         sections.gantt_section(arms, steps or {}),

@@ -108,17 +108,26 @@ COLUMNS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
 )
 
 
+def _columns(results: Mapping[str, Any]) -> tuple[tuple[str, Callable[[Arm], str]], ...]:
+    if "clicks" not in results:
+        return COLUMNS
+    from ray_pipe import ctr_table  # it uses what is here
+
+    return ctr_table.COLUMNS
+
+
 def results_table(results: Mapping[str, Any], *, wide: bool) -> Table:
     """The arms; as rows where there is room, else as columns."""
     arms = list(results.get("arms", ()))
-    best = _best(arms)
+    columns = _columns(results)
+    best = None if "clicks" in results else _best(arms)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     if wide:
         table.add_column("arm", vertical="bottom")
-        for title, _ in COLUMNS:
+        for title, _ in columns:
             table.add_column(Text(title, justify="right"), justify="right", no_wrap=True)
         for arm in arms:
-            cells = [show(arm) for _, show in COLUMNS]
+            cells = [show(arm) for _, show in columns]
             style = "bold green" if arm is best else ""
             table.add_row(str(arm.get("name", "?")), *cells, style=style)
         return table
@@ -127,7 +136,7 @@ def results_table(results: Mapping[str, Any], *, wide: bool) -> Table:
         style = "bold green" if arm is best else ""
         name = Text(str(arm.get("name", "?")), justify="right", style=style)
         table.add_column(name, justify="right", style=style)
-    for title, show in COLUMNS:
+    for title, show in columns:
         label = title.replace("-\n", "-").replace("\n", " ")
         table.add_row(label, *(show(arm) for arm in arms))
     return table
@@ -135,6 +144,10 @@ def results_table(results: Mapping[str, Any], *, wide: bool) -> Table:
 
 def verdict(results: Mapping[str, Any]) -> str:
     """One sentence: where compression pays here, or why it does not."""
+    if "clicks" in results:
+        from ray_pipe import ctr_table
+
+        return ctr_table.verdict(results)
     arms = [arm for arm in results.get("arms", ()) if number(arm.get("final_loss")) is not None]
     others = [arm for arm in arms if arm.get("name") != REFERENCE]
     if not arms:

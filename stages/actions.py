@@ -12,7 +12,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from stages.compute import Compute
 from stages.lanes import Recorder
 from stages.passes import Passes, Source
 from stages.plan import StepPlan
@@ -35,7 +34,6 @@ class Actions:
         *,
         index: int,
         num_stages: int,
-        compute: Compute,
         passes: Passes,
         wiring: Wiring,
         lanes: Lanes,
@@ -45,7 +43,6 @@ class Actions:
         self._index = index
         self._num_stages = num_stages
         self._is_last = index == num_stages - 1
-        self._compute = compute
         self._passes = passes
         self._wiring = wiring
         self._lanes = lanes

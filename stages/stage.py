@@ -99,7 +99,6 @@ class Stage:
         self._actions = Actions(
             index=index,
             num_stages=num_stages,
-            compute=compute,
             passes=self.passes,
             wiring=wiring,
             lanes=lanes,

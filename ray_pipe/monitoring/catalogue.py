@@ -31,6 +31,9 @@ class Metric:
     rare: bool = False
     """Counts what may never happen; Prometheus knows nothing of it before it does."""
 
+    task: str = ""
+    """Only runs of this task export it."""
+
     planned: bool = False
     """Defined, but nothing exports it yet."""
 
@@ -214,6 +217,52 @@ METRICS: tuple[Metric, ...] = (
         unit="seconds",
         help="Time from noticing those failures to training again.",
         rare=True,
+    ),
+    Metric(
+        name="pipe_embedding_rows",
+        kind="gauge",
+        unit="rows",
+        help="Embedding rows on all shards (--task ctr).",
+        task="ctr",
+    ),
+    Metric(
+        name="pipe_embedding_bytes",
+        kind="gauge",
+        unit="bytes",
+        labels=("what",),
+        help="Memory for them: rows (with state, headers and index), and process, what the "
+        "shards' processes hold of the machine.",
+        task="ctr",
+    ),
+    Metric(
+        name="pipe_embedding_pushes_total",
+        kind="counter",
+        unit="pushes",
+        labels=("staleness",),
+        help="Gradients that shards applied, by how many versions their rows were behind.",
+        task="ctr",
+    ),
+    Metric(
+        name="pipe_embedding_lost_pushes_total",
+        kind="counter",
+        unit="pushes",
+        help="Gradients lost with a shard that died.",
+        rare=True,
+        task="ctr",
+    ),
+    Metric(
+        name="pipe_staleness_bound",
+        kind="gauge",
+        unit="versions",
+        help="How many versions rows may be behind now; moves with --staleness auto.",
+        task="ctr",
+    ),
+    Metric(
+        name="pipe_auc",
+        kind="gauge",
+        unit="1",
+        help="AUC on held-out clicks, after each epoch.",
+        task="ctr",
     ),
     Metric(
         name="pipe_replica_gap_steps",

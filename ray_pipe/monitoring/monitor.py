@@ -75,6 +75,10 @@ class Monitor:
         if loss is not None and math.isfinite(loss):
             self._export(self._arm, [Reading("pipe_eval_loss", loss)])
 
+    def on_auc(self, auc: float) -> None:
+        """The held-out clicks were scored."""
+        self._export(self._arm, [Reading("pipe_auc", auc)])
+
     def on_replay(self, sent: Sent, records: Sequence[StepRecord]) -> None:
         """A step was run again after a failure; `sent` is what results.json counts of it."""
         self._export(self._arm, of_replay(sent, records))

@@ -252,6 +252,43 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             help="Seconds per second of the compute lane.",
         ),
     ),
+    "Embeddings": (
+        Panel(
+            title="AUC",
+            unit="short",
+            queries=(lines(latest("pipe_auc")),),
+            help="On held-out clicks, after each epoch (--task ctr).",
+        ),
+        Panel(
+            title="Rows",
+            unit="short",
+            queries=(lines(latest("pipe_embedding_rows")),),
+            help="On all shards.",
+        ),
+        Panel(
+            title="Memory of the rows",
+            unit="bytes",
+            queries=(lines(latest("pipe_embedding_bytes", "what"), "what"),),
+            help="As the stores count it, and what the shards' processes hold.",
+        ),
+        Panel(
+            title="Gradients applied, by the age of their rows",
+            unit="short",
+            width=12,
+            queries=(
+                lines(rate("pipe_embedding_pushes_total", "staleness"), "staleness"),
+                lines(latest("pipe_staleness_bound"), legend="bound"),
+            ),
+            help="Per second, by versions behind; the bound is never passed.",
+        ),
+        Panel(
+            title="Gradients lost",
+            unit="short",
+            width=12,
+            queries=(lines(total_or_zero("pipe_embedding_lost_pushes_total")),),
+            help="With a shard that died.",
+        ),
+    ),
     "Faults": (
         Panel(
             title="Events",

@@ -38,6 +38,7 @@ def of_step(row: StepRow, records: Sequence[StepRecord]) -> Iterator[Reading]:
     yield from _of_links(row)
     for record in records:
         yield from _of_phases(record)
+    yield from _of_embedding(row)
     for stage, time in enumerate(row.stage_s):
         for share, seconds in time.as_dict().items():
             yield from _above_zero("pipe_stage_seconds_total", seconds, stage=stage, share=share)
@@ -106,6 +107,21 @@ def _of_links(row: StepRow) -> Iterator[Reading]:
                 yield _reading("pipe_buffer_bytes", seen[key], link=link, tier=tier)
         if math.isfinite(seen.get("error", math.nan)):
             yield _reading("pipe_codec_error_ratio", seen["error"], link=link)
+
+
+def _of_embedding(row: StepRow) -> Iterator[Reading]:
+    """Of a click model: rows on shards, and how old they were."""
+    seen = row.embedding
+    if not seen:
+        return
+    yield Reading("pipe_staleness_bound", seen["tau"])
+    if "rows" in seen:
+        yield Reading("pipe_embedding_rows", seen["rows"])
+        yield _reading("pipe_embedding_bytes", seen["row_bytes"], what="rows")
+        yield _reading("pipe_embedding_bytes", seen["resident_bytes"], what="process")
+    for age, num in seen["staleness"].items():
+        yield from _above_zero("pipe_embedding_pushes_total", num, staleness=age)
+    yield from _above_zero("pipe_embedding_lost_pushes_total", seen.get("new_lost_pushes", 0))
 
 
 def _of_phases(record: StepRecord) -> Iterator[Reading]:

@@ -125,6 +125,7 @@ class Feed:
         self._num_changes = 0
         self._beside: set[asyncio.Task[None]] = set()
         self._told: Counter[int] = Counter()
+        self._told_lost = 0
 
     def on_frame(self, frame: Any) -> None:
         """A letter from a shard."""
@@ -230,16 +231,19 @@ class Feed:
         counts = self.hybrid.counts
         fresh = counts.staleness - self._told
         self._told = Counter(counts.staleness)
-        return {
+        numbers = {
             "tau": self.permits.tau,
             "in_use": self.permits.in_use,
             "staleness": {str(key): num for key, num in sorted(fresh.items())},
             "lost_pushes": counts.lost_pushes,
+            "new_lost_pushes": counts.lost_pushes - self._told_lost,
             "lost_versions": counts.lost_versions,
             "voided": counts.voided,
             "refused": self.num_refused,
             "resent": self.hybrid.num_resent,
         }
+        self._told_lost = counts.lost_pushes
+        return numbers
 
     # --- ahead of the step ------------------------------------------------------------------------
 
