@@ -30,7 +30,6 @@ from ray_pipe.checkpoint_files import (
     CheckpointStore,
     Manifest,
     pack,
-    stage_file,
 )
 from ray_pipe.plans import Arm
 from stages.digest import source_digest
@@ -53,6 +52,7 @@ class Saves(Protocol):
     def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]: ...
     def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None: ...
     def check_in(self) -> None: ...
+    def file_of(self, index: int) -> str: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,7 +191,8 @@ class Saver:
                     raise result
                 raise CheckpointError(f"stage {index} did not save its state: {result}")
             if not isinstance(result, FileNote):  # its bytes: the driver writes for it
-                result = one.aside.write(stage_file(index), [memoryview(result)])
+                name = self._pipeline.file_of(index)
+                result = one.aside.write(name, [memoryview(result)])
             notes.append(result)
         notes.append(one.aside.write(PROGRESS, [one.progress]))
         return self._store.commit(one.place, one.aside, self._manifest(one.step, notes))

@@ -127,6 +127,10 @@ class Checkpoint:
         """The arm's numbers up to here."""
         return unpack(self.read(PROGRESS))
 
+    def shard_files(self) -> list[str]:
+        """Names of the files with embedding rows, in order; empty for a model without shards."""
+        return [note.name for note in self.manifest.files if note.name.startswith("shard_")]
+
     def states(self) -> list[StageState]:
         """The stages, in order."""
         from stages.state import StageState
@@ -301,6 +305,11 @@ def is_checkpoint_name(name: str) -> bool:
 
 def stage_file(index: int) -> str:
     return f"stage_{index}.safetensors"
+
+
+def shard_file(index: int, num_shards: int) -> str:
+    """The rows of one shard of embeddings."""
+    return f"shard_{index}_of_{num_shards}.safetensors"
 
 
 def pack(value: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +36,9 @@ class InTraining(Protocol):
     eval_losses: EvalLosses
     saver: Saver | None
 
+    def extra(self) -> dict[str, Any]: ...
+    def restore_extra(self, saved: Mapping[str, Any]) -> None: ...
+
 
 @dataclass(kw_only=True)
 class RunCheckpoints:
@@ -66,7 +69,8 @@ class RunCheckpoints:
         on_phase: Callable[[str], None],
     ) -> RunCheckpoints:
         """Where each arm begins; refuses checkpoints of another run, and damaged ones."""
-        resume = find_resume(config, default_folder(config, f"{config.out}/{config.name}"))
+        default = default_folder(config, f"{config.out}/{config.name}")
+        resume = find_resume(config, default, [arm.name for arm in arms])
         if config.checkpoint.resume == "auto" and resume is None:
             on_warning("--resume auto: there is no checkpoint yet, the run starts at step 0.")
         starts = {} if resume is None else {arm.name: resume.start(arm) for arm in arms}
@@ -89,6 +93,7 @@ class RunCheckpoints:
         restore_meter(one.meter, start.progress)
         one.eval_losses[:] = eval_losses_of(start.progress)
         one.prediction = prediction_of(start.progress)
+        one.restore_extra(start.progress.get("extra", {}))
         self.newest = start.checkpoint
         self.resumed[one.arm.name] = one.arm.num_steps
 
@@ -102,6 +107,7 @@ class RunCheckpoints:
                 self.on_warning(text)
             restore_meter(one.meter, start.progress)
             one.eval_losses[:] = eval_losses_of(start.progress)
+            one.restore_extra(start.progress.get("extra", {}))
             self.resumed[one.arm.name] = start.checkpoint.step
         self.newest = start.checkpoint
         if self._store is not None:
@@ -185,4 +191,5 @@ class Fallback:
 
 
 def _numbers(one: InTraining) -> dict[str, Any]:
-    return progress_of(one.meter, one.eval_losses, one.prediction, num_steps=one.arm.num_steps)
+    numbers = progress_of(one.meter, one.eval_losses, one.prediction, num_steps=one.arm.num_steps)
+    return numbers | {"extra": one.extra()}

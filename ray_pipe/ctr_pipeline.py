@@ -9,8 +9,10 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 
+from ray_pipe.checkpoint_files import Checkpoint, CheckpointError, shard_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_workload import CtrArm
@@ -71,6 +73,40 @@ class CtrPipeline(Pipeline):
             logits, labels = ray.get(self.handles[-1].scores.remote())
             parts.append(ScoreCounts.of(logits, labels))
         return parts[0].merge(*parts[1:]), records
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def file_of(self, index: int) -> str:
+        """Stages, then shards."""
+        if index < len(self.handles):
+            return super().file_of(index)
+        return shard_file(index - len(self.handles), len(self.shards.handles))
+
+    def see(self, folder: str, name: str, token: bytes) -> bool:
+        """Whether all stages and shards see a file of the driver."""
+        calls = [shard.sees.remote(folder, name, token) for shard in self.shards.handles]
+        return super().see(folder, name, token) and all(ray.get(calls))
+
+    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+        """Stages and shards copy their state after `step`: stage 0 waits for its gradients, has
+        the shards copy theirs, and only then goes on."""
+        kept = [handle.keep_state.remote(key, step) for handle in self.handles]
+        calls = {
+            handle.write_kept.remote(kept[index], folder, self.file_of(index)): index
+            for index, handle in enumerate(self.handles)
+        }
+        for shard, handle in enumerate(self.shards.handles):
+            index = len(self.handles) + shard
+            calls[handle.write_kept.remote(kept[0], folder, self.file_of(index))] = index
+        return calls
+
+    def load_shards(self, checkpoint: Checkpoint) -> int:
+        """Deal the rows of a checkpoint out to the shards; returns how many there are."""
+        names = checkpoint.shard_files()
+        if not names:
+            raise CheckpointError(f"{checkpoint.path} holds no embedding rows.")
+        files = [np.frombuffer(checkpoint.read(name), dtype=np.uint8) for name in names]
+        return self.shards.fill(files)
 
     def _with_shards(self, records: Records) -> Records:
         first, *others = records

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from netsim.units import show_bandwidth, show_duration
 from ray_pipe.arms import compare
+from ray_pipe.checkpointing import RunCheckpoints
 from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_metrics import ScoreCounts
@@ -26,6 +31,7 @@ from ray_pipe.planner.placement import place
 from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.results import results_of, write_all
+from ray_pipe.resume import Start
 from ray_pipe.shards import Shards, ShardTotals
 from ray_pipe.trained import Trained
 
@@ -44,28 +50,52 @@ class Clicked(Trained):
     client: dict[str, Any] = field(default_factory=dict)
     """Stage 0's own counts: lost, voided and refused pushes."""
 
+    before: dict[str, Any] = field(default_factory=dict)
+    """`extra` of the run that this one goes on from."""
+
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the arm besides rows and bytes."""
+        return {"numbers": self.numbers(), "evaluations": self.evaluations}
+
+    def restore_extra(self, saved: Mapping[str, Any]) -> None:
+        """Counts go on from those of before."""
+        self.before = dict(saved.get("numbers", {}))
+        self.evaluations = [
+            (wall_s, step, auc, log_loss)
+            for wall_s, step, auc, log_loss in saved.get("evaluations", [])
+        ]
+        self.tau = self.before.get("tau", self.tau)
+
     def numbers(self) -> dict[str, Any]:
         """What results.json says of an arm beside the common fields."""
         rows, totals = self.meter.rows, self.totals
         num_samples = sum(row.num_tokens for row in rows)
         wall_s = rows[-1].wall_s if rows else 0.0
-        histogram = Counter(totals.staleness)
+        before = self.before
+        histogram = Counter(totals.staleness) or Counter(
+            {int(age): num for age, num in before.get("staleness_histogram", {}).items()}
+        )
+        _, _, auc, log_loss = self.evaluations[-1] if self.evaluations else (None, None, None, None)
+
+        def so_far(key: str, now: int) -> int:
+            return int(before.get(key, 0)) + now
+
         return {
-            "auc": None if self.scores is None else self.scores.auc(),
-            "log_loss": None if self.scores is None else self.scores.log_loss(),
+            "auc": auc,
+            "log_loss": log_loss,
             "best_auc": self.best_auc,
-            "num_test": 0 if self.scores is None else len(self.scores),
+            "num_test": self.arm.workload.num_held_out,
             "samples_per_s": num_samples / wall_s if wall_s else None,
             "bytes_per_sample": self.meter.ledger.nbytes / num_samples if num_samples else None,
-            "rows": totals.rows,
-            "row_bytes": totals.real_bytes,
-            "resident_bytes": totals.resident_bytes,
+            "rows": totals.rows or before.get("rows", 0),
+            "row_bytes": totals.real_bytes or before.get("row_bytes", 0),
+            "resident_bytes": totals.resident_bytes or before.get("resident_bytes", 0),
             "tau": self.tau,
             "staleness_max": max(histogram, default=0),
             "staleness_histogram": {str(key): histogram[key] for key in sorted(histogram)},
-            "lost_pushes": self.client.get("lost_pushes", 0),
-            "lost_versions": self.client.get("lost_versions", 0),
-            "refused_pushes": self.client.get("refused", 0),
+            "lost_pushes": so_far("lost_pushes", self.client.get("lost_pushes", 0)),
+            "lost_versions": so_far("lost_versions", self.client.get("lost_versions", 0)),
+            "refused_pushes": so_far("refused_pushes", self.client.get("refused", 0)),
             "dropped_gradients": totals.dropped_rows,
             "prunes": totals.prunes,
         }
@@ -83,6 +113,9 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             f"--data {config.data.source}: {task.workload.num_train} samples to train on, but one "
             f"step takes {config.pipeline.samples_per_step}; lower --batch-size."
         )
+    checkpoints = RunCheckpoints.find(
+        config, arms, on_warning=observer.on_warning, on_phase=observer.on_phase
+    )
     trained: list[Clicked] = []
     failures: list[Failure] = []
     epoch_s = time.time()
@@ -95,6 +128,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                 observer.on_warning(text)
         arms = ctr_arms(config, task)
         path = config.make_folder()
+        checkpoints.open(config, path)
         if config.dashboard or dashboard:
             observer.on_note(show_dashboard(dashboard))
         observer.on_phase(
@@ -113,6 +147,14 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                 watch(path.name, failures) as monitor,
             ):
                 for index, arm in enumerate(arms):
+                    if checkpoints.is_done(arm):
+                        one = Clicked(arm=arm, prediction=None, meter=ArmMeter(arm.name, sink=sink))
+                        one.best_auc = task.best_auc
+                        checkpoints.restore(one)
+                        trained.append(one)
+                        observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                        observer.on_arm_end(one.summary().as_dict() | one.numbers())
+                        continue
                     observer.on_phase(f"preparing {arm.name}")
                     pipeline = CtrPipeline(
                         actors, arm, shards=shards, epoch_s=epoch_s, failures=failures
@@ -131,30 +173,55 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                     pipeline.on_replay = one.add_again
                     observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                     monitor.on_arm(arm.name, index, len(arms), arm.num_steps, None)
+                    start = checkpoints.starts.get(arm.name)
+                    checkpoints.begin(pipeline, one)
+                    if start is not None and start.checkpoint is not None:
+                        pipeline.load_shards(start.checkpoint)
+                    shards.rows_from = partial(_saved_rows, checkpoints, one, start)
                     train(pipeline, one, observer)
+                    checkpoints.end_steps(pipeline, one)
+                    checkpoints.end(one)
                     monitor.on_arm_end(one.summary())
                     observer.on_arm_end(one.summary().as_dict() | one.numbers())
         finally:
             results = ctr_results(config, task, trained, failures)
+            if checkpoints.resumed:
+                results["resumed"] = dict(checkpoints.resumed)
             write_all(path, results, trained, observer)
     observer.on_end(results, path)
     return Outcome(
-        results=results, path=path, summaries=compare([one.summary() for one in trained])
+        results=results,
+        path=path,
+        summaries=compare([one.summary() for one in trained]),
+        checkpoint=checkpoints.newest,
     )
+
+
+def _saved_rows(checkpoints: RunCheckpoints, one: Clicked, start: Start | None) -> list[Any]:
+    """The rows of the newest checkpoint, for a shard that died; none if there is no checkpoint."""
+    newest = None if one.saver is None else one.saver.newest
+    newest = newest or (None if start is None else start.checkpoint)
+    if newest is None:
+        return []
+    return [np.frombuffer(newest.read(name), dtype=np.uint8) for name in newest.shard_files()]
 
 
 def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
     """All steps of an arm; the held-out samples are scored after each epoch and at the end."""
     num_steps, per_epoch = one.arm.num_steps, one.arm.order.steps_per_epoch
+    done = len(one.meter.rows)  # more than 0 in a run that was resumed
     for first in range(0, num_steps, per_epoch):
         last = min(first + per_epoch, num_steps) - 1
-        for records in pipeline.train(range(first, last + 1)):
+        if last in [step for _, step, _, _ in one.evaluations]:
+            continue
+        for records in pipeline.train(range(max(first, done), last + 1)):
             row = one.add(records)
             pipeline.deadlines.add(row.step_s)
             for event in row.events:
                 observer.on_phase(f"{one.arm.name}, step {row.step}: {event}")
             one.tau = records[0].embedding.get("tau", one.tau)
             one.client = dict(records[0].embedding)
+            one.totals = pipeline.shards.totals()
             auc = {} if one.scores is None else {"auc": one.scores.auc()}
             line = row.as_dict()
             line["embedding"] = {**line.get("embedding", {}), **auc}

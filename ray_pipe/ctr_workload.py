@@ -5,6 +5,7 @@ Path: ray_pipe.ctr_run -> ray_pipe.ctr_workload -> ray_pipe.ctr_data
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,7 +56,8 @@ class ClickSet:
         self._samples = samples
         self._places: Ints = np.concatenate([split.train, split.test])
         self.num_train = len(split.train)
-        self.digest = samples.digest
+        whole = hashlib.sha256(samples.digest.encode() + self._places.tobytes())
+        self.digest = whole.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._places)

@@ -297,6 +297,10 @@ class Pipeline:
             for index, handle in enumerate(self.handles)
         }
 
+    def file_of(self, index: int) -> str:
+        """What a checkpoint calls the state of a stage."""
+        return stage_file(index)
+
     def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
         """What each stage wrote, an exception for one that could not; None while some write."""
         refs = sorted(calls, key=lambda ref: calls[ref])

@@ -8,7 +8,7 @@ rate) is a warning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from stages.state import StageState, StateError
 from stages.storage import Folder, StorageError
 
 MUST_MATCH = (
+    "task",
     "seed",
     "model",
     "eval",
@@ -34,13 +35,18 @@ MUST_MATCH = (
     "pipeline.micro_batch_size",
     "codec.rows",
     "codec.rounding",
+    "embedding.dim",
+    "embedding.optimizer",
+    "embedding.prune",
+    "embedding.init",
 )
 """Options, or whole sections, whose change makes the saved state one of another run."""
 
 MAY_DIFFER = (
     "name", "out", "address", "compare", "epochs", "steps", "deadline_s", "dashboard",
     "data", "network", "faults", "checkpoint", "pipeline.stages", "pipeline.transport",
-    "pipeline.recompute", "codec.name", "codec.spill_dir", "codec.spill_ram", "codec.checksum",
+    "pipeline.recompute", "embedding.shards", "embedding.capacity", "embedding.spill",
+    "embedding.baseline", "codec.name", "codec.spill_dir", "codec.spill_ram", "codec.checksum",
 )  # fmt: skip
 """Options that change no bit of the training, or are checked in another way: data by its digest."""
 
@@ -96,10 +102,12 @@ class Resume:
         return _checked(newest, arm, notes)
 
 
-def find_resume(config: RunConfig, default: Folder) -> Resume | None:
+def find_resume(
+    config: RunConfig, default: Folder, names: Sequence[str] | None = None
+) -> Resume | None:
     """What `checkpoint.resume` means; None if it is `auto` and there is nothing yet.
 
-    `default` is where this run's own checkpoints are.
+    `default` is where this run's own checkpoints are, `names` its arms.
     """
     wish = config.checkpoint.resume
     if wish is None:
@@ -110,7 +118,7 @@ def find_resume(config: RunConfig, default: Folder) -> Resume | None:
         store, chosen = CheckpointStore(default), None
         if not store.arms():
             return None
-    names = [arm.name for arm in config.arms]
+    names = [arm.name for arm in config.arms] if names is None else names
     found = store.arms()
     if not set(names) & set(found):
         raise CheckpointError(

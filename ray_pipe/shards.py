@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_pipe.cluster import START_TIMEOUT_S
 from ray_pipe.errors import ClusterError, TrainingError
+from ray_pipe.failures import cause_of
 from ray_pipe.ledger import Sent
 from ray_pipe.planner.placement import Node
 from ray_pipe.recovery import Failure
@@ -33,6 +34,15 @@ from stages.embedding.shard_actor import ShardPlace, remote_shard
 
 WATCH_S = 0.5
 SETTLE_S = 120.0
+FILL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFailure(Failure):
+    """A shard died, and another process has taken its place."""
+
+    def __str__(self) -> str:
+        return f"{self.cause}; training goes on after {self.recovery_s or 0.0:.1f} s"
 
 
 @dataclass(kw_only=True)
@@ -125,6 +135,15 @@ class Shards:
                 raise ClusterError(f"the embedding shards did not start: {error}") from error
             refuse_other_source(infos)
             return infos
+
+    def fill(self, files: Sequence[Any]) -> int:
+        """Give every shard its rows of a checkpoint."""
+        refs = [ray.put(file) for file in files]
+        calls = [handle.fill_from.remote(len(self.handles), *refs) for handle in self.handles]
+        try:
+            return sum(ray.get(calls, timeout=FILL_S))
+        except RayError as error:
+            raise TrainingError(f"the shards could not be filled: {cause_of(error)}") from error
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -230,20 +249,22 @@ class Shards:
             ray.get(handle.setup.remote(self._spec, place), timeout=START_TIMEOUT_S)
             num_rows = 0
             if saved:
-                num_rows = ray.get(handle.fill.remote(list(saved)), timeout=START_TIMEOUT_S)
+                call = handle.fill_from.remote(len(self.handles), *saved)
+                num_rows = ray.get(call, timeout=FILL_S)
             self.handles[index] = handle
             self._gone.append(self._books[index])
             self._books[index] = {}
             self._asked = {ref: who for ref, who in self._asked.items() if who != index}
         rows = f"{num_rows:,} rows of the last checkpoint" if saved else "no rows"
-        failure = Failure(
+        failure = ShardFailure(
             kind="died",
             stage=self._num_stages + index,
             step=self.step,
             arm=self.arm,
             cause=(
-                f"embedding shard {index} died ({type(error).__name__}); its new process begins "
-                f"with {rows}, gradients under way to the old one are lost and counted"
+                f"embedding shard {index} died after step {self.step} ({type(error).__name__}); "
+                f"its new process begins with {rows}, gradients that were under way to the old "
+                "one are lost and counted"
             ),
             replaced=(self._num_stages + index,),
             resumed_from=self.step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,13 @@ class Trained:
         self.monitor.on_replay(self.meter.count_again(records), records)
         if self.saver is not None:
             self.saver.recorded(records[0].step)
+
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the arm besides rows and bytes."""
+        return {}
+
+    def restore_extra(self, saved: Mapping[str, Any]) -> None:
+        """What `extra` gave."""
 
     @property
     def records(self) -> list[StepRecord]:

@@ -419,8 +419,13 @@ class StageActor:
     def keep_state(self, key: str, step: int) -> str:
         """Copy the stage after a step, for `write_kept`; training goes on at once.
 
-        If that step was aborted the state is another one, and is refused.
+        If that step was aborted the state is another one, and is refused. Stage 0 of a click model
+        waits for its gradients first, and has the shards keep theirs.
         """
+        if self.stage.feed is not None:
+            self._loop.submit(self.stage.feed.drain()).result()
+            shards = [actor for node, actor in self._peers.items() if node >= self.stage.num_stages]
+            ray.get([actor.keep.remote(key) for actor in shards])
         state = self._loop.submit(self.stage.save_state()).result()
         if state.step != step:
             raise RuntimeError(f"it has committed step {state.step}, not {step}")

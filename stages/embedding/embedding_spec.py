@@ -11,6 +11,21 @@ from stages.embedding.tables import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMishap:
+    """A shard's process ends itself, once, for tests: see `stages.mishap`."""
+
+    shard: int
+    point: str
+    """`push`: gradients have come and nothing is applied; `applied`: they are applied, and the
+    acknowledgement has not left."""
+
+    version: int
+    """The shard's, at that moment."""
+
+    life: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingSpec:
     """The same record in the shards' actors, in stage 0 and in a test."""
 
@@ -41,6 +56,7 @@ class EmbeddingSpec:
     """First wait for an answer of a shard; each further one is twice as long."""
 
     num_tries: int = 6
+    mishaps: tuple[ShardMishap, ...] = ()
 
     @property
     def bound(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 import torch
 
@@ -26,8 +27,11 @@ from stages.courier import Courier
 from stages.digest import source_digest
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard import Shard
+from stages.embedding.shard_files import fill_shard, pack_shard
 from stages.embedding.shard_server import ShardServer
+from stages.mishap import commit_deed
 from stages.remote import own_copy
+from stages.storage import Folder
 
 T = TypeVar("T")
 CLIENT = 0
@@ -62,6 +66,7 @@ class ShardActor:
         self._server: ShardServer | None = None
         self._link: LinkLike | None = None
         self._generation = -1
+        self._kept: dict[str, bytes] = {}
 
     def __repr__(self) -> str:
         return f"EmbeddingShard(shard={self.index})"
@@ -104,7 +109,15 @@ class ShardActor:
             capacity=spec.capacity,
             core=spec.core,
         )
-        return ShardServer(shard, link_to=lambda client: link, wire=spec.wire)
+        server = ShardServer(shard, link_to=lambda client: link, wire=spec.wire)
+        own = [
+            (m.point, m.version)
+            for m in spec.mishaps
+            if (m.shard, m.life) == (place.index, place.life)
+        ]
+        if own:
+            server.on_point = lambda point: _strike((point, shard.version) in own)
+        return server
 
     def deliver(self, source: int, generation: int, frame: Any) -> None:
         """A letter of stage 0: enqueue only. What is left of an earlier arm is dropped."""
@@ -127,13 +140,50 @@ class ShardActor:
             **server.shard.stats(),
         }
 
+    # --- checkpoints: stage 0 says when, between two steps with nothing under way ---------------
+
+    def keep(self, key: str) -> str:
+        """Copy the shard for `write_kept`; training goes on at once."""
+        self._kept[key] = self._on_loop(self._pack)
+        return key
+
+    def _pack(self) -> bytes:
+        assert self._server is not None
+        if self._server.shard.num_open:
+            raise RuntimeError(
+                f"shard {self.index} has {self._server.shard.num_open} steps under way; it can be "
+                "saved only after stage 0 has waited for them"
+            )
+        return pack_shard(self._server.shard)
+
+    def write_kept(self, key: str, folder: str | None, name: str) -> Any:
+        """Write what was kept to a file, beside training: its `FileNote`. Without a folder (none
+        that this machine sees too), its bytes."""
+        data = self._kept.pop(key)
+        if folder is None:
+            return np.frombuffer(data, dtype=np.uint8)
+        return Folder(folder).write(name, [data])
+
+    def sees(self, folder: str, name: str, token: bytes) -> bool:
+        """Whether a file that the driver wrote is the same here: storage is shared."""
+        try:
+            return Folder(folder).read(name) == token
+        except OSError:
+            return False
+
+    def fill_from(self, num_shards: int, *files: Any) -> int:
+        """Take the own rows out of saved shards, however many there were; returns how many."""
+        return self._on_loop(self._fill, num_shards, files)
+
+    def _fill(self, num_shards: int, files: tuple[Any, ...]) -> int:
+        assert self._server is not None
+        return fill_shard(self._server.shard, files, num_shards=num_shards)
+
     def rows(self, table: str) -> tuple[Any, Any]:
         """Ids and weights of all rows of a table, by rising id: for tests and tools."""
         return self._on_loop(self._rows, table)
 
     def _rows(self, table: str) -> tuple[Any, Any]:
-        import numpy as np
-
         assert self._server is not None
         rows = self._server.shard.store[table]
         keys = np.sort(np.concatenate([np.empty(0, np.int64), *(p.keys for p in rows.scan())]))
@@ -150,14 +200,25 @@ class ShardActor:
         return self._loop.submit(run()).result()
 
 
+def _strike(now: bool) -> None:
+    if now:
+        commit_deed("kill")
+
+
 def resident_bytes() -> int:
     """Memory of this process, as the system counts it."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-CONCURRENCY = {"net": 1, "control": 1}
-GROUPS = {"deliver": "net", "books": "control", "ping": "control"}
+CONCURRENCY = {"net": 1, "control": 1, "save": 1}
+GROUPS = {
+    "deliver": "net",
+    "books": "control",
+    "ping": "control",
+    "write_kept": "save",
+    "sees": "save",
+}
 
 
 def remote_shard(index: int, *, name: str, strategy: Any = "SPREAD") -> Any:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from stages.embedding.shard import Shard
 from stages.embedding.tables import shard_of
 
 MARKER = "embedding.json"
+ABOUT = "ray_pipe_shard"
 FORMAT = 1
 
 
@@ -36,6 +39,43 @@ def write_shard(shard: Shard, folder: Path, *, num_shards: int) -> dict[str, Any
     Call it between pushes, from whoever owns the shard. Steps that are under way are not part of
     it: whoever resumes takes them again.
     """
+    arrays, tables = _contents(shard)
+    data = save(arrays)
+    file = f"shard-{shard.index:05d}-of-{num_shards:05d}.safetensors"
+    _write(folder / file, data)
+    return {
+        "file": file,
+        "nbytes": len(data),
+        "crc32": zlib.crc32(data),
+        "version": shard.version,
+        "tables": tables,
+    }
+
+
+def pack_shard(shard: Shard) -> bytes:
+    """One shard at its present version as the bytes of one file, for `fill_shard`.
+
+    For whoever keeps checkpoints of more than embeddings, and checks files by itself.
+    """
+    arrays, tables = _contents(shard)
+    counts = shard.counts
+    about = {
+        "format": FORMAT,
+        "version": shard.version,
+        "tables": tables,
+        "staleness": {str(age): num for age, num in counts.staleness.items()},
+        "dropped_rows": counts.dropped_rows,
+    }
+    return save(arrays, metadata={ABOUT: json.dumps(about)})
+
+
+def fill_shard(shard: Shard, files: Iterable[Any], *, num_shards: int) -> int:
+    """Fill an empty shard, number `shard.index` of `num_shards`, with its rows of all `files` that
+    `pack_shard` made, of any number of shards; returns how many rows it took."""
+    return _fill(shard, map(_unpack, files), num_shards=num_shards, where="a saved shard")
+
+
+def _contents(shard: Shard) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     tables: dict[str, Any] = {}
     for name in shard.tables:
@@ -57,16 +97,7 @@ def write_shard(shard: Shard, folder: Path, *, num_shards: int) -> dict[str, Any
             "epoch": stats["epoch"],
             "rows": len(keys),
         }
-    data = save(arrays)
-    file = f"shard-{shard.index:05d}-of-{num_shards:05d}.safetensors"
-    _write(folder / file, data)
-    return {
-        "file": file,
-        "nbytes": len(data),
-        "crc32": zlib.crc32(data),
-        "version": shard.version,
-        "tables": tables,
-    }
+    return arrays, tables
 
 
 def write_marker(folder: Path, parts: list[dict[str, Any]]) -> None:
@@ -77,12 +108,25 @@ def write_marker(folder: Path, parts: list[dict[str, Any]]) -> None:
 
 def load_shard(shard: Shard, folder: Path, *, num_shards: int) -> int:
     """Fill an empty shard, number `shard.index` of `num_shards`; returns how many rows it took."""
-    marker = _read_marker(folder)
-    total = 0
+    parts = _read_marker(folder)["shards"]
+    whole = ((part, partial(_read_part, folder, part)) for part in parts)
+    return _fill(shard, whole, num_shards=num_shards, where=str(folder))
+
+
+def _fill(
+    shard: Shard,
+    parts: Iterable[tuple[Any, Callable[[], dict[str, Any]]]],
+    *,
+    num_shards: int,
+    where: str,
+) -> int:
+    """Route row by row what the parts hold; each is (what it is, a way to its arrays)."""
+    total, seen = 0, []
     taken: dict[str, list[tuple[Any, Any, Any]]] = {name: [] for name in shard.tables}
-    for part in marker["shards"]:
-        _check_tables(shard, folder, part)
-        arrays = _read_part(folder, part)
+    for part, read in parts:
+        _check_tables(shard, where, part)
+        seen.append(part)
+        arrays = read()
         for name in shard.tables:
             keys, raw = arrays[f"{name}/keys"], arrays[f"{name}/rows"]
             rank = np.arange(len(keys)) / max(1, len(keys))
@@ -93,14 +137,32 @@ def load_shard(shard: Shard, folder: Path, *, num_shards: int) -> int:
         keys, raw, rank = (np.concatenate(column) for column in zip(*pieces, strict=True))
         order = np.argsort(rank, kind="stable")
         rows.restore(np.ascontiguousarray(keys[order]), np.ascontiguousarray(raw[order]))
-        numbers = [part["tables"][name] for part in marker["shards"]]
+        numbers = [part["tables"][name] for part in seen]
         rows.restore_progress(
             steps=max(number["steps"] for number in numbers),
             epoch=max(number["epoch"] for number in numbers),
         )
         total += len(keys)
-    shard.version = max(part["version"] for part in marker["shards"])
+    shard.version = max(part["version"] for part in seen)
+    if shard.index == 0:  # sums over all shards stay what they were
+        for part in seen:
+            shard.counts.dropped_rows += part.get("dropped_rows", 0)
+            for age, num in part.get("staleness", {}).items():
+                shard.counts.staleness[int(age)] += num
     return total
+
+
+def _unpack(file: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
+    """What `pack_shard` said of a file, and a way to its arrays."""
+    data = bytes(memoryview(file))
+    try:
+        length = int.from_bytes(data[:8], "little")
+        about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ABOUT])
+    except (ValueError, KeyError, TypeError):
+        raise ShardFileError("this is no saved shard of embeddings, or it was cut off") from None
+    if about.get("format") != FORMAT:
+        raise ShardFileError(f"a saved shard of format {about.get('format')}, expected {FORMAT}")
+    return about, lambda: dict(load(data))
 
 
 def _read_marker(folder: Path) -> Any:
@@ -132,11 +194,11 @@ def _read_part(folder: Path, part: Any) -> dict[str, Any]:
     return dict(load(data))
 
 
-def _check_tables(shard: Shard, folder: Path, part: Any) -> None:
+def _check_tables(shard: Shard, where: str, part: Any) -> None:
     saved = part["tables"]
     if set(saved) != set(shard.tables):
         raise ShardFileError(
-            f"{folder} has tables {sorted(saved)}, this run has {sorted(shard.tables)}"
+            f"{where} has tables {sorted(saved)}, this run has {sorted(shard.tables)}"
         )
     for name, numbers in saved.items():
         rows = shard.store[name]

@@ -34,6 +34,8 @@ class ShardServer:
         self._client_of: dict[int, int] = {}
         self._sessions: dict[int, int] = {}
         self._num_sent = 0
+        self.on_point: Callable[[str], None] | None = None
+        """Called where a test may want the shard to end: `push` and `applied`."""
 
     def on_frame(self, frame: Any) -> None:
         """A letter from a client."""
@@ -84,7 +86,10 @@ class ShardServer:
             gradients = (
                 letters.read_gradients(packet, rows, shard.tables) if rows is not None else {}
             )
-            self._settle(client, shard.push(ticket, v_read, gradients))
+            self._pass("push")
+            settled = shard.push(ticket, v_read, gradients)
+            self._pass("applied")
+            self._settle(client, settled)
         elif op == "void":
             self._settle(client, shard.void(ticket))
         elif op == "read" and packet is not None:
@@ -94,6 +99,10 @@ class ShardServer:
             self._send(client, ticket, "values", answer, version=shard.version)
         else:
             raise CodecError(f"unknown letter {op!r}")
+
+    def _pass(self, point: str) -> None:
+        if self.on_point is not None:
+            self.on_point(point)
 
     def _settle(self, client: int, settled: list[Settled]) -> None:
         for one in settled:

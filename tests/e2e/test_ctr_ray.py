@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.cluster import StageActors, nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
+from ray_pipe.ctr_run import run
 from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
 from ray_pipe.models.dlrm import dlrm_blocks
 from ray_pipe.plans import optim_spec
 from ray_pipe.shards import Shards
+from ray_pipe.trainer import Silent
 from stages.embedding.feed import pool
 from stages.embedding.row_store import RowStore
 from stages.loss import binary_cross_entropy
@@ -46,30 +50,30 @@ def config(**changes: Any) -> RunConfig:
 
 
 @contextmanager
-def pipeline_of(run: RunConfig) -> Iterator[tuple[CtrPipeline, ClickTask, CtrArm]]:
-    task = click_task(run)
-    (arm,) = ctr_arms(run, task)
-    stages, shards = run.pipeline.stages, run.embedding.shards
+def pipeline_of(own: RunConfig) -> Iterator[tuple[CtrPipeline, ClickTask, CtrArm]]:
+    task = click_task(own)
+    (arm,) = ctr_arms(own, task)
+    stages, shards = own.pipeline.stages, own.embedding.shards
     with (
         StageActors(stages, label="ctr-test") as actors,
-        Shards(shards, label="ctr-test", nodes=nodes(), num_stages=stages) as own,
+        Shards(shards, label="ctr-test", nodes=nodes(), num_stages=stages) as actors_of_rows,
     ):
-        yield CtrPipeline(actors, arm, shards=own, epoch_s=time.time()), task, arm
+        yield CtrPipeline(actors, arm, shards=actors_of_rows, epoch_s=time.time()), task, arm
 
 
 def single_process(
-    run: RunConfig, task: ClickTask, arm: CtrArm
+    own: RunConfig, task: ClickTask, arm: CtrArm
 ) -> tuple[list[float], dict[str, Tensor], RowStore]:
     """The same training in one process: no stages, no shards, no letters."""
     store = RowStore(capacity="64MiB")
     tables = {
         table.name: store.table(
-            table.name, dim=table.dim, optimizer=table.optimizer, init=table.init, seed=run.seed
+            table.name, dim=table.dim, optimizer=table.optimizer, init=table.init, seed=own.seed
         )
         for table in task.tables
     }
-    model = nn.Sequential(*dlrm_blocks(task.shape, seed=run.seed))
-    optimizer = make_optimizer(optim_spec(run), model.parameters())
+    model = nn.Sequential(*dlrm_blocks(task.shape, seed=own.seed))
+    optimizer = make_optimizer(optim_spec(own), model.parameters())
     samples: Any = task.workload.samples
     losses = []
     for step in range(arm.num_steps):
@@ -107,8 +111,8 @@ def single_process(
 def test_tau_zero_on_two_shards_and_two_stages_is_a_single_process_to_the_bit(
     cluster: None,
 ) -> None:
-    run = config(**{"embedding.staleness": "0", "embedding.wire": "fp32"})
-    with pipeline_of(run) as (pipeline, task, arm):
+    own = config(**{"embedding.staleness": "0", "embedding.wire": "fp32"})
+    with pipeline_of(own) as (pipeline, task, arm):
         losses = [records[-1].loss for records in pipeline.train()]
         numbers = pipeline.settle_embeddings()
         states = pipeline.state_dicts()
@@ -119,7 +123,7 @@ def test_tau_zero_on_two_shards_and_two_stages_is_a_single_process_to_the_bit(
         pipeline.shards.settle()
         histogram = dict(pipeline.shards.totals().staleness)
 
-    expected, weights, store = single_process(run, task, arm)
+    expected, weights, store = single_process(own, task, arm)
     assert losses == expected
     ours = [tensor for state in states for tensor in state["module"].values()]
     assert all(torch.equal(a, b) for a, b in zip(ours, weights.values(), strict=True))
@@ -131,3 +135,43 @@ def test_tau_zero_on_two_shards_and_two_stages_is_a_single_process_to_the_bit(
     assert all(len(part[name][0]) for part in parts for name in ("id0", "id1"))
     assert histogram == {0: 2 * arm.num_steps}
     assert numbers["lost_pushes"] == 0
+
+
+def test_a_run_resumed_on_another_number_of_shards_is_the_unbroken_one_to_the_bit(
+    cluster: None, tmp_path: Path
+) -> None:
+    plain = {
+        "embedding.staleness": "0",
+        "embedding.wire": "fp32",
+        "checkpoint.every": 5,
+        "out": str(tmp_path),
+    }
+    whole = run(config(**plain, name="whole"), Silent())
+    part = tmp_path / "whole" / "checkpoints" / "sync" / "checkpoint_000005"
+    assert sorted(p.name for p in part.glob("shard_*")) == [
+        "shard_0_of_2.safetensors",
+        "shard_1_of_2.safetensors",
+    ]
+
+    again = run(
+        config(
+            **plain,
+            **{"embedding.shards": 3, "checkpoint.resume": str(part), "name": "again"},
+        ),
+        Silent(),
+    )
+
+    (ours,), (theirs,) = again.results["arms"], whole.results["arms"]
+    assert again.results["resumed"] == {"sync": 5}
+    assert [loss for _, _, loss in ours["losses"]] == [loss for _, _, loss in theirs["losses"]]
+    assert (ours["auc"], ours["log_loss"]) == (theirs["auc"], theirs["log_loss"])
+    assert ours["rows"] == theirs["rows"]
+    assert theirs["staleness_histogram"] == {"0": 24}
+    assert ours["staleness_histogram"] == {"0": 2 * 5 + 3 * 7}
+    for key in ("samples_per_s", "bytes_per_sample", "resident_bytes", "staleness_max"):
+        assert ours[key] is not None
+
+    data = (part / "shard_1_of_2.safetensors").read_bytes()
+    (part / "shard_1_of_2.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match=r"shard_1_of_2.safetensors has .* bytes.*cut off"):
+        run(config(**plain, **{"checkpoint.resume": str(part), "name": "cut"}), Silent())
