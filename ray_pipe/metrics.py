@@ -42,6 +42,7 @@ class StepRow:
     events: tuple[str, ...] = ()
     replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
     """With several: where each of them is and what it waited for, see `stages.sync.leader`."""
+
     embedding: dict[str, Any] = field(default_factory=dict)
     """Of a click model: rows, memory, staleness; see `stages.record`."""
 

@@ -95,6 +95,9 @@ class FakePipeline:
             self.writing.add(key)
         return {key: 0}
 
+    def file_of(self, index: int) -> str:
+        return stage_file(index)
+
     def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
         (key,) = calls
         if key in self.writing and not wait:
