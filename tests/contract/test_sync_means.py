@@ -111,7 +111,7 @@ def test_7_mutant_averaging_before_the_local_step(monkeypatch: Any) -> None:
         self.strategy.entered(self.k)
         await self.trainer.compute(self.k)
         await self._agree(self.k)
-        self._update(self.k)
+        await self._update(self.k)
         self.num_run += 1
 
     monkeypatch.setattr(Replica, "step", step)
@@ -219,9 +219,9 @@ def assert_stages_agree(sync: SyncSpec) -> None:
     seen: list[list[tuple[int, ...]]] = []
     right = Replica._take
 
-    def take(self: Replica, k: int, results: Any) -> None:
+    async def take(self: Replica, k: int, results: Any) -> None:
         seen.append([result.contributors for result in results])
-        right(self, k, results)
+        await right(self, k, results)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Replica, "_take", take)
