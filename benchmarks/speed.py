@@ -17,8 +17,8 @@ from typing import Any
 from bench import arguments, load, markdown, stage_actors, train_arm, write
 
 PAPER_RATIO = 4.9
-SHAPE = {"pipeline.micro_batches": 32, "pipeline.micro_batch_size": 16, "data.num_samples": 1024}
-"""As many micro-batches as in the paper, so that filling and draining the pipeline weigh little;
+SHAPE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 16, "data.num_samples": 512}
+"""Many micro-batches, so that filling and draining the pipeline weigh little;
 each computes for the 30 ms that a message through Ray should be worth."""
 
 SLOW_SHAPE = {"pipeline.micro_batches": 8, "pipeline.micro_batch_size": 16, "data.num_samples": 256}
