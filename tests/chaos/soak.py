@@ -128,7 +128,7 @@ def run(minutes: float, seed: int, every_s: float, folder: Path, say: Any) -> bo
         "faults.min_deadline_s": "6s",
     }
     arm = replace(make_arm(**options), num_steps=10**9)
-    with StageActors(STAGES) as actors:
+    with StageActors(STAGES, spares=1) as actors:
         plain = Pipeline(actors, replace(arm, num_steps=CHECKED_STEPS), epoch_s=time.time())
         right = [records[-1].loss for records in plain.train()]
         del plain
