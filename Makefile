@@ -38,7 +38,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not ray and not cluster and not chaos"
+	$(BIN)/python -m pytest -m "not slow and not ray and not cluster and not chaos" tests/unit tests/contract
 
 test-chaos: $(READY)
 	RAY_PIPE_RECOVERY_RESULTS=benchmarks/results/recovery.json \

@@ -136,7 +136,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
         )
         try:
             with (
-                MetricsFile(path / "metrics.jsonl") as sink,
+                MetricsFile(path / "metrics.jsonl", on_warning=observer.on_warning) as sink,
                 StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
                 Shards(
                     config.embedding.shards,

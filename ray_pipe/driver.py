@@ -107,7 +107,7 @@ def run(
         observer.on_phase(f"starting {_how_many(config)}")
         try:
             with (
-                MetricsFile(path / "metrics.jsonl") as sink,
+                MetricsFile(path / "metrics.jsonl", on_warning=observer.on_warning) as sink,
                 start_actors(config, label=path.name, placement=placement) as actors,
                 watch(path.name, failures) as monitor,
             ):

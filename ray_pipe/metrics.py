@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from ray_pipe.ledger import Ledger, Sent, total_by_kind
 from ray_pipe.time_share import StageTime, shares, stage_times
@@ -168,20 +168,57 @@ class ArmMeter:
 
 
 class MetricsFile:
-    """metrics.jsonl: a line for each step, on disk as soon as it is written."""
+    """metrics.jsonl: a line for each step, on disk as soon as it is written.
 
-    def __init__(self, path: Path | str) -> None:
+    A disk that is full costs no training: lines wait in memory until there is room again.
+    """
+
+    def __init__(
+        self, path: Path | str, *, on_warning: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.path = Path(path)
-        self._file: TextIO = self.path.open("w", encoding="utf-8")
+        self._file = self.path.open("wb", buffering=0)
+        self._end = 0
+        self._waiting = b""
+        self._on_warning = on_warning
 
     def write(self, row: StepRow) -> None:
         """Append one line; a reader who follows the file never sees half of it."""
-        self._file.write(to_json(row.as_dict()) + "\n")
-        self._file.flush()
+        was_waiting = bool(self._waiting)
+        self._waiting += (to_json(row.as_dict()) + "\n").encode()
+        try:
+            self._put()
+        except OSError as error:
+            if not was_waiting:
+                self._on_warning(
+                    f"{self.path} could not be written: {(error.strerror or str(error)).lower()}; "
+                    "training goes on, its lines wait in memory. Free space on that disk."
+                )
 
     def close(self) -> None:
         """May be called twice."""
-        self._file.close()
+        if self._file.closed:
+            return
+        try:
+            self._put()
+        except OSError as error:
+            lines = self._waiting.count(b"\n")
+            self._on_warning(f"{self.path} lacks its last {lines} lines: {error.strerror}.")
+        finally:
+            self._file.close()
+
+    def _put(self) -> None:
+        """All that waits, or nothing of it."""
+        left = memoryview(self._waiting)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.seek(self._end)
+            self._file.truncate()
+            raise
+        self._end += len(self._waiting)
+        self._waiting = b""
 
     def __enter__(self) -> MetricsFile:
         return self

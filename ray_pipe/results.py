@@ -12,6 +12,7 @@ from typing import Any
 from compressors import kernels
 from ray_pipe.arms import ArmSummary
 from ray_pipe.config import RunConfig
+from ray_pipe.errors import TrainingError
 from ray_pipe.machine import environment
 from ray_pipe.metrics import StepRow, to_json
 from ray_pipe.progress import Observer
@@ -88,10 +89,26 @@ def vars_of(costs: StageCosts) -> dict[str, Any]:
 def write_all(
     path: Path, results: Mapping[str, Any], trained: Sequence[Trained], observer: Observer
 ) -> None:
-    """Everything that a run leaves in its folder; the numbers first, pictures if they can be."""
+    """Everything that a run leaves in its folder; the numbers first, pictures if they can be.
+
+    A full disk is a `TrainingError`, or a warning where the run has failed already.
+    """
+    has_failed = sys.exception() is not None
     aside = path / "results.json.part"
-    aside.write_text(to_json(results, indent=1), encoding="utf-8")
-    aside.replace(path / "results.json")
+    try:
+        aside.write_text(to_json(results, indent=1), encoding="utf-8")
+        aside.replace(path / "results.json")
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        text = (
+            f"{path / 'results.json'} could not be written: "
+            f"{(error.strerror or str(error)).lower()}; free space there. With --checkpoint-every "
+            "the run can be repeated from its end by --resume, which writes it."
+        )
+        if not has_failed:
+            raise TrainingError(text) from error
+        observer.on_warning(text)
+        return
     rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
     records = {one.arm.name: one.records for one in trained if one.records}
     if not records:

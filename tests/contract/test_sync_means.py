@@ -183,6 +183,7 @@ def all_reduced(make: Callable[[], nn.Module]) -> float:
     return loss_after(SyncSpec(), make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [logistic, mlp])
 def test_14_all_strategies_reach_the_same_loss_at_equal_epochs(make: Any) -> None:
     exact = all_reduced(make)
@@ -192,6 +193,7 @@ def test_14_all_strategies_reach_the_same_loss_at_equal_epochs(make: Any) -> Non
         assert_same_loss(name, make, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_14_mutant_the_gradient_applied_twice(name: str, monkeypatch: Any) -> None:
     exact = all_reduced(mlp)

@@ -115,6 +115,7 @@ class Overtakes(Queues):
     newest_first = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GroupGenerator, Queues], ids=["ours", "in order"])
 def test_3_nobody_waits_in_a_circle(kind: type[GroupGenerator]) -> None:
     for seed in range(20):

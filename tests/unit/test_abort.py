@@ -101,6 +101,7 @@ def moments_of(step: list[StepRecord]) -> list[float]:
     return sorted(middles)
 
 
+@pytest.mark.slow
 def test_an_abort_at_any_moment_leaves_no_trace_and_the_replay_gives_the_same_bits() -> None:
     unbroken = BUSY.run(WARM + 3)
     moments = moments_of(unbroken.records[WARM])

@@ -7,6 +7,7 @@ the `Path:` lines of the headers join into one walk, from the command line to th
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,8 +70,8 @@ WALK = [
 ]
 
 
-def modules() -> dict[str, str]:
-    """Source of every module, by its dotted name."""
+@functools.cache
+def _sources() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -79,9 +80,22 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imports(source: str) -> Iterator[str]:
+def modules() -> dict[str, str]:
+    """Source of every module, by its dotted name."""
+    return dict(_sources())
+
+
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
+def imports(source: str) -> tuple[str, ...]:
     """Everything that a module imports, anywhere in it."""
-    for node in ast.walk(ast.parse(source)):
+    return tuple(_imports(source))
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,7 +162,7 @@ def paths(sources: dict[str, str]) -> dict[str, Place]:
     """The `Path:` line of each header that has one."""
     found: dict[str, Place] = {}
     for name, source in sources.items():
-        header = ast.get_docstring(ast.parse(source)) or ""
+        header = ast.get_docstring(parsed(source)) or ""
         lines = re.findall(r"^Path: (.*)$", header, flags=re.MULTILINE)
         assert len(lines) <= 1, f"{name} has {len(lines)} paths"
         if lines:
@@ -210,7 +224,7 @@ def test_every_module_says_what_it_is() -> None:
     silent = [
         name
         for name, source in modules().items()
-        if source.strip() and not (ast.get_docstring(ast.parse(source)) or "").strip()
+        if source.strip() and not (ast.get_docstring(parsed(source)) or "").strip()
     ]
 
     assert silent == []

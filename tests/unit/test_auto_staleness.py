@@ -138,6 +138,7 @@ def rate_and_bound(auto: AutoStaleness) -> tuple[float, float]:
     return (began[-1] - began[199]) / 200, sum(bounds[200:]) / 201
 
 
+@pytest.mark.slow
 def test_where_the_wire_is_the_limit_permits_that_only_queue_are_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -27,6 +27,7 @@ def test_every_strategy_is_compared() -> None:
     assert {options["name"] for options in STRATEGIES.values()} == {*KNOWN}
 
 
+@pytest.mark.slow
 def test_it_shows_a_table_and_leaves_a_picture_and_the_numbers(tmp_path: Path) -> None:
     status, shown, told = compared(tmp_path, *FEW)
     found = json.loads((tmp_path / "here" / "compare_sync.json").read_text())
@@ -44,6 +45,7 @@ def test_it_shows_a_table_and_leaves_a_picture_and_the_numbers(tmp_path: Path) -
     assert fast["sooner"] > 2
 
 
+@pytest.mark.slow
 def test_json_alone_goes_to_the_output(tmp_path: Path) -> None:
     _, shown, _ = compared(tmp_path, *FEW, "--json", "--codec", "directq", "--bits", "8")
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import pickle
+import subprocess
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -640,6 +641,25 @@ def test_an_output_folder_without_permission_is_refused(tmp_path: Path) -> None:
         f"--out {out}: cannot be written, {tmp_path} is not writable for this account; "
         "choose another folder with --out."
     )
+
+
+def test_an_output_folder_on_a_read_only_disk_is_refused(tmp_path: Path) -> None:
+    """Root may write everywhere but there."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        for out in (tmp_path, tmp_path / "runs"):
+            assert refused(RunConfig(out=str(out))) == (
+                f"--out {out}: cannot be written, {tmp_path} is not writable for this account; "
+                "choose another folder with --out."
+            )
+        with pytest.raises(ConfigError, match=r"cannot be made, Read-only file system; choose"):
+            RunConfig(out=str(tmp_path), name="x").make_folder()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_topology_is_checked_against_the_stages(tmp_path: Path) -> None:

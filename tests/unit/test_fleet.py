@@ -86,6 +86,7 @@ SMART = SyncSpec(name="ripples")
 SKIP = SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8)
 
 
+@pytest.mark.slow
 def test_with_a_straggler_smart_groups_and_skipping_win_and_backup_alone_does_not() -> None:
     ring = iteration_s(SyncSpec(name="allreduce"), "2:4x")
 
@@ -96,6 +97,7 @@ def test_with_a_straggler_smart_groups_and_skipping_win_and_backup_alone_does_no
     assert ring / iteration_s(backup, "2:4x", seconds=200) <= 1.5
 
 
+@pytest.mark.slow
 def test_among_equals_nobody_is_much_behind_all_reduce() -> None:
     direct = iteration_s(SyncSpec(name="allreduce", route="direct"), "", seconds=60)
 

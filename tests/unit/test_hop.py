@@ -220,6 +220,7 @@ def test_mutant_old_tags_fill_the_queue() -> None:
     assert max(r.strategy.max_queue for r in fleet.replicas.values()) > 60  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(12))
 def test_everybody_finishes_whoever_is_slow(mode: str, seed: int) -> None:
@@ -249,6 +250,7 @@ def test_mutant_jumping_by_tokens_deadlocks(seed: int) -> None:
         run_hop(ring(8), sync, 60, slow="1:4x,5:6x,random:6x@0.06", kind=JumpsByTokens, seed=seed)
 
 
+@pytest.mark.slow
 def test_mutant_jumping_without_the_cap_deadlocks_on_a_directed_graph() -> None:
     failed = 0
     for seed in range(12):
@@ -334,6 +336,7 @@ def test_mutant_quantised_parameters_written_over_move_the_mean() -> None:
     assert float((mean_of(trainers) - before).norm()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [STD, LOSSY, JUMP, STALE], ids=["std", "4 bit", "jump", "stale"])
 def test_hop_learns(sync: SyncSpec) -> None:
     trainers = quadratics(6, spread=0.5, dim=600, compute_s=uniform_time(6, "1:3x"))
@@ -362,6 +365,7 @@ def steady_gap(sync: SyncSpec, kind: type[Hop] = Hop) -> float:
     return float((mean_of(trainers) - optimum).pow(2).sum() / 2)
 
 
+@pytest.mark.slow
 def test_late_neighbours_do_not_pull_the_mean_on_unlike_data() -> None:
     standard = steady_gap(STD)
 
@@ -369,6 +373,7 @@ def test_late_neighbours_do_not_pull_the_mean_on_unlike_data() -> None:
     assert steady_gap(BACKUP) < 10 * standard + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sync", [SyncSpec(name="hop", staleness=5), BACKUP], ids=["stale", "backup"]
 )
@@ -423,6 +428,7 @@ def progress_after_death(sync: SyncSpec, kind: type[Hop] = Hop) -> float:
     return run_virtual(main(True)) / run_virtual(main(False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [STD, BACKUP, STALE, JUMP], ids=["std", "backup", "stale", "jump"])
 def test_survivors_of_a_death_keep_their_pace(sync: SyncSpec) -> None:
     assert progress_after_death(sync) >= 0.95

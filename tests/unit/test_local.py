@@ -129,6 +129,7 @@ def test_in_the_warm_up_it_is_adam() -> None:
     torch.testing.assert_close(trainers[0].x, x.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_four_bits_learn_as_well_as_exact_momenta_and_replicas_stay_identical() -> None:
     exact, _ = run_adam(replace(ADAM, codec=CodecSpec(name="fp32")))
     coded, _ = run_adam(ADAM)
@@ -146,6 +147,7 @@ def test_both_errors_are_kept() -> None:
     assert all(slot["residuals"] for slot in slots.values())
 
 
+@pytest.mark.slow
 def test_mutant_without_error_feedback_two_bits_learn_worse() -> None:
     with_it = replace(ADAM, codec=CodecSpec(name="topk", density=0.05))
     fed, _ = run_adam(with_it)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +165,39 @@ def test_each_line_of_the_file_is_on_disk_before_the_next_step(tmp_path: Path) -
     assert first.endswith("\n")
     assert first.count("\n") == 1
     assert [json.loads(line)["loss"] for line in lines] == [3.0, None]
+
+
+def test_a_full_disk_costs_no_line_and_no_training(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        warnings: list[str] = []
+        with MetricsFile(tmp_path / "metrics.jsonl", on_warning=warnings.append) as sink:
+            meter = ArmMeter("fp32", sink=sink)
+            meter.add([record(step=0, loss=3.0)])
+            ballast = tmp_path / "ballast"
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            for step in range(1, 40):
+                meter.add([record(step=step, start_s=step, end_s=step + 1, loss=2.0)])
+            before = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+            ballast.unlink()
+
+        lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert before.endswith("\n")  # whole lines only
+        assert before.count("\n") < 40
+        assert [json.loads(line)["step"] for line in lines] == list(range(40))
+        (text,) = warnings
+        assert text.endswith(
+            "metrics.jsonl could not be written: no space left on device; training goes on, its "
+            "lines wait in memory. Free space on that disk."
+        )
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @given(

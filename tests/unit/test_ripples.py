@@ -178,6 +178,7 @@ def progress(sync: SyncSpec, during: Any = None, num: int = 8, until_s: float = 
     return run_virtual(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [SMART, PAIRS, RULER], ids=["4", "2", "ruler"])
 def test_survivors_of_a_death_keep_their_pace(sync: SyncSpec) -> None:
     def during(fleet: Fleet) -> None:
@@ -186,6 +187,7 @@ def test_survivors_of_a_death_keep_their_pace(sync: SyncSpec) -> None:
     assert progress(sync, during) >= 0.95 * progress(sync)
 
 
+@pytest.mark.slow
 def test_the_generator_may_die_and_come_back() -> None:
     def during(fleet: Fleet) -> None:
         loop = asyncio.get_running_loop()
