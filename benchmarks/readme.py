@@ -1,7 +1,7 @@
-"""Writes the README's tables from benchmarks/results/*.json, so that no number is typed by hand.
+"""Writes the tables of README and docs from benchmarks/results/*.json: no number typed by hand.
 
 python benchmarks/readme.py           # rewrite the tables
-python benchmarks/readme.py --check   # fail if the README says anything else
+python benchmarks/readme.py --check   # fail if they say anything else
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sync_tables
 from bench import RESULTS, load, markdown
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # quality_tables reads its types
@@ -145,33 +146,46 @@ def draw_figure() -> None:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "speed": speed_table,
-    "quality": quality_table,
-    "pieces": pieces_table,
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {
+        "speed": speed_table,
+        "quality": quality_table,
+        "pieces": pieces_table,
+        "sync": sync_tables.short,
+    },
+    README.parent / "docs" / "replicas.md": {
+        "sync_virtual": sync_tables.virtual,
+        "sync_real": sync_tables.real,
+        "sync_like": sync_tables.like,
+        "sync_unlike": sync_tables.unlike,
+        "sync_peer": sync_tables.peer,
+        "sync_scale": sync_tables.scale,
+        "sync_end_to_end": sync_tables.end_to_end,
+    },
 }
 
 
-def rewritten(text: str) -> str:
-    """The README with every table made anew."""
-    for name, make in TABLES.items():
+def rewritten(page: Path) -> str:
+    """The page with every table made anew."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in PAGES[page].items():
         block = f"<!-- table: {name} -->\n{make()}\n<!-- end -->"
         pattern = rf"<!-- table: {name} -->\n.*?<!-- end -->"
         text, count = re.subn(pattern, lambda _, block=block: block, text, flags=re.DOTALL)
-        assert count == 1, f"the README has {count} places for table {name}"
+        assert count == 1, f"{page.name} has {count} places for table {name}"
     return text
 
 
 def main() -> int:
-    old = README.read_text(encoding="utf-8")
-    new = rewritten(old)
-    if "--check" in sys.argv[1:]:
-        if new != old:
-            print("README.md does not match benchmarks/results; run python benchmarks/readme.py")
+    for page in PAGES:
+        new = rewritten(page)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(new, encoding="utf-8")
+        elif new != page.read_text(encoding="utf-8"):
+            print(f"{page.name} does not match benchmarks/results; run benchmarks/readme.py")
             return 1
-        return 0
-    README.write_text(new, encoding="utf-8")
-    draw_figure()
+    if "--check" not in sys.argv[1:]:
+        draw_figure()
     return 0
 
 
