@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
@@ -262,7 +262,7 @@ class StageActors:
             self.handles[stage] = self._start(stage, home, part=part)
         return warm
 
-    def __enter__(self) -> StageActors:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -110,7 +110,8 @@ def trial_of(rows: Sequence[Sequence[StepRecord]], book: Mapping[str, Any], *, s
     for row in timed:
         found = [record.loss for record in row if record.loss is not None]
         losses.append(statistics.mean(found) if found else None)
-    curve, latest = [], []
+    curve = []
+    latest: list[float] = []
     for end_s, loss in zip(ends, losses, strict=True):
         if loss is not None:
             latest = [*latest, loss][-WINDOW:]
