@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "first-look"
-STEPS = 20
+STEPS = 32
 STATUS = re.compile(
     rf"(fp32|acsgd) \d+/{STEPS}, loss \d\.\d{{4}}, [\d.]+k? tokens/s, arm [12] of 2"
 )
