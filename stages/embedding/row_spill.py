@@ -26,7 +26,7 @@ from stages.embedding.row_arrays import Array, check
 from stages.embedding.row_errors import RowStoreError, StoreFullError
 from stages.embedding.row_records import Records
 from stages.embedding.row_store import RowStore
-from stages.embedding.row_table import RowTable
+from stages.embedding.row_table import SPILLED, RowTable
 
 Name = tuple[int, int]
 """A record on disk: key and stamp."""
@@ -118,6 +118,35 @@ class SpillingTable:
             except StoreFullError:
                 if not self.spill_out(max(64, len(ids)), keep=ids):
                     raise
+
+    def read(self, ids: Array) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+        """Weights and alive chunks, read from disk where they are there; nothing moves."""
+        weights, found = self.table.multi_get(ids)
+        alive = self.table.alive(ids)
+        below = np.flatnonzero(found == SPILLED)
+        if len(below):
+            keys = np.ascontiguousarray(ids[below])
+            stamps, on_disk = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.uint64)
+            self.table.core.stamps(keys, None, stamps, on_disk)
+            names = list(zip(keys.tolist(), on_disk.tolist(), strict=True))
+            raw = np.frombuffer(b"".join(self.tier.read_batch(names)), np.uint8)
+            records = self.table.records(keys, raw.reshape(len(names), -1))
+            weights[below], alive[below] = records.weights(), records.alive
+        return weights, alive
+
+    def restore(self, keys: Array, raw: Array) -> None:
+        """`RowTable.restore`; what does not fit goes down, oldest first."""
+        at_once = min(AT_ONCE, self.table.max_rows or AT_ONCE)
+        for first in range(0, len(keys), at_once):
+            some, rows = keys[first : first + at_once], raw[first : first + at_once]
+            self._keep_within(len(some), some)
+            while True:
+                try:
+                    self.table.restore(some, rows)
+                    break
+                except StoreFullError:
+                    if not self.spill_out(max(64, len(some)), keep=some):
+                        raise
 
     def announce(self, ids: Array) -> int:
         """Brings back those of these rows that are on disk; returns how many."""

@@ -51,6 +51,9 @@ class RowTable:
         self.name, self.dim, self.chunks, self.max_rows = name, dim, chunks, max_rows
         self.optimizer, self.spill = optimizer, spill
         self.core = table
+        self.inserted = self.evicted = 0
+        """By `lookup`, so far."""
+
         self._store = store
 
     # --- reading ----------------------------------------------------------------------------------
@@ -93,7 +96,9 @@ class RowTable:
             return self.multi_get(ids, out, mask)
         ids, out, mask = self._arrays(ids, out, mask)
         self._store.check_alive()
-        _, _, full, spilled = self.core.lookup(ids, out, mask)
+        inserted, evicted, full, spilled = self.core.lookup(ids, out, mask)
+        self.inserted += inserted
+        self.evicted += evicted
         if spilled:
             raise RowsOnDiskError(
                 f"table {self.name!r}: {spilled} of {len(ids)} ids are spilled; `announce` them "

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ import numpy.typing as npt
 
 from stages.embedding import chunk_prune
 from stages.embedding.chunk_prune import Cut
+from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_store import RowStore
+from stages.embedding.shard_table import Rows, ShardTable
 from stages.embedding.tables import Table, check_tables
 
 F32 = npt.NDArray[np.float32]
@@ -53,18 +56,6 @@ class IdSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Rows of one table, in the order of the ids."""
-
-    weights: F32
-    alive: npt.NDArray[np.uint8] | None = None
-    """Chunks that each row has; None: all of them."""
-
-    epoch: int = 0
-    """Prunes before this was read: the version of the bitmaps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
     """The answer to a pull."""
 
@@ -83,6 +74,16 @@ class Settled:
     version: int
     staleness: int = 0
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStep:
+    """One optimizer step on this shard: gradients of rows as they were pulled."""
+
+    ids: Mapping[str, IdSet]
+    gradients: Mapping[str, F32]
+    pulled: Mapping[str, Rows]
+    v_read: int
 
 
 @dataclass(slots=True)
@@ -119,12 +120,16 @@ class Shard:
         tables: tuple[Table, ...],
         *,
         index: int = 0,
+        num_shards: int = 1,
         tau: int,
         seed: int = 0,
         capacity: int | str = "1GiB",
+        spill: str | Path | None = None,
         core: str | None = None,
         **store: Any,
     ) -> None:
+        """`capacity` is of all tables here. `spill` is a folder for what does not fit, for tables
+        that name none of their own; each shard and table has a part of it for itself."""
         check_tables(tables)
         if tau < 0:
             raise ValueError(f"the staleness bound tau is 0 or more, got {tau}")
@@ -137,17 +142,13 @@ class Shard:
         self.cuts: list[Cut] = []
         self.tables = {table.name: table for table in tables if table.placement == "sharded"}
         self.store = RowStore(capacity=capacity, core=core, **store)
+        self.rows: dict[str, ShardTable] = {}
         for table in self.tables.values():
-            self.store.table(
-                table.name,
-                dim=table.dim,
-                optimizer=table.optimizer,
-                init=table.init,
-                seed=seed,
-                chunks=table.chunks,
-                max_rows=table.max_rows,
-                evict=table.evict,
-                decay=table.prune.decay if table.prune is not None else 1.0,
+            folder = table.spill_folder(index)
+            if folder is None and spill is not None:
+                folder = Path(spill) / f"{table.name}-{index:05d}"
+            self.rows[table.name] = ShardTable(
+                self.store, table, seed=seed, num_shards=num_shards, spill=folder
             )
             if table.prune is not None:
                 chunk_prune.check_ratio(self.store[table.name], table)
@@ -164,6 +165,8 @@ class Shard:
             return
         self._check_names(ids)
         self._announced[ticket] = ids
+        for name, part in ids.items():
+            self.rows[name].announce(part.ids)
         if len(self._announced) > MAX_ANNOUNCED:
             self._announced.popitem(last=False)
 
@@ -180,7 +183,7 @@ class Shard:
             raise UnknownTicketError(f"shard {self.index} has no ids for step {ticket}")
         for name, part in wanted.items():
             self._check_capacity(name, len(part.ids))
-        tables = {name: self._read(name, wanted[name].ids, train=True) for name in wanted}
+        tables = {name: self.rows[name].pull(part.ids) for name, part in wanted.items()}
         pulled = Pulled(version=self.version, tables=tables)
         self._open[ticket] = _Open(ids=wanted, pulled=pulled)
         return pulled
@@ -188,14 +191,7 @@ class Shard:
     def read(self, ids: Mapping[str, Ids]) -> Mapping[str, Rows]:
         """Rows for evaluation: unknown ids are zeros; nothing is created, touched or counted."""
         self._check_names(ids)
-        return {name: self._read(name, part, train=False) for name, part in ids.items()}
-
-    def _read(self, name: str, ids: Ids, *, train: bool) -> Rows:
-        rows = self.store[name]
-        weights, _ = rows.lookup(ids, train=train)
-        if rows.chunks == 1:
-            return Rows(weights=weights)
-        return Rows(weights=weights, alive=rows.alive(ids), epoch=rows.stats()["epoch"])
+        return {name: self.rows[name].read(part) for name, part in ids.items()}
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -284,8 +280,14 @@ class Shard:
         if entry.gradients is None:
             self.counts.voided += 1
             return Settled(ticket=ticket, outcome="void", version=self.version)
+        step = ShardStep(
+            ids=entry.ids,
+            gradients=entry.gradients,
+            pulled=entry.pulled.tables,
+            v_read=entry.v_read,
+        )
         staleness = self.version - entry.v_read
-        why = self._why_not(entry, staleness)
+        why = self._why_not(step)
         if why:
             self.counts.refused_pushes += 1
             return Settled(
@@ -295,43 +297,47 @@ class Shard:
                 staleness=staleness,
                 why=f"shard {self.index}, step {ticket}: {why}",
             )
-        for name, gradients in entry.gradients.items():
-            self._apply(name, entry, gradients)
+        self.apply(step)
+        return Settled(ticket=ticket, outcome="applied", version=self.version, staleness=staleness)
+
+    def check(self, step: ShardStep) -> None:
+        """Raise what is wrong with a step, before any of it is applied anywhere."""
+        why = self._why_not(step)
+        if why:
+            self.counts.refused_pushes += 1
+            kind = StalenessError if "StalenessError" in why else NonFiniteGradientError
+            raise kind(f"shard {self.index}: {why}")
+
+    def apply(self, step: ShardStep) -> None:
+        """One version: the optimizer on every table, then the prunes that are due."""
+        for name, gradients in step.gradients.items():
+            wanted = step.ids[name]
+            self.counts.dropped_rows += self.rows[name].apply(
+                wanted.ids, gradients, wanted.counts, step.pulled[name]
+            )
+        self.counts.staleness[self.version - step.v_read] += 1
         self.version += 1
-        self.counts.staleness[staleness] += 1
         for table in self.tables.values():
             if table.prune is not None and table.prune.is_due(self.version):
                 self.cuts.append(chunk_prune.prune(self.store, self.store[table.name], table))
-        return Settled(ticket=ticket, outcome="applied", version=self.version, staleness=staleness)
 
-    def _why_not(self, entry: _Open, staleness: int) -> str:
+    def _why_not(self, step: ShardStep) -> str:
         """Why a push cannot be applied; all of it is looked at before any of it is."""
-        assert entry.gradients is not None
+        staleness = self.version - step.v_read
         if not 0 <= staleness <= self.tau:
             return (
-                f"StalenessError: its rows were read at version {entry.v_read}, this is version "
+                f"StalenessError: its rows were read at version {step.v_read}, this is version "
                 f"{self.version} and the bound is {self.tau}; a pool of permits is too large or "
                 "not shared"
             )
-        for name, gradients in entry.gradients.items():
-            ids = entry.ids[name].ids
+        for name, gradients in step.gradients.items():
+            ids = step.ids[name].ids
             if gradients.shape != (len(ids), self.tables[name].dim):
                 return f"table {name!r}: gradients {gradients.shape} for {len(ids)} rows"
             finite = np.isfinite(gradients).all(axis=1)
             if not finite.all():
                 return nonfinite(name, ids[~finite], len(ids))
         return ""
-
-    def _apply(self, name: str, entry: _Open, gradients: F32) -> None:
-        rows, wanted = self.store[name], entry.ids[name]
-        then = entry.pulled.tables[name].alive
-        if then is not None:
-            now = rows.alive(wanted.ids)
-            gradients = chunk_prune.without_regrown(gradients, then, now, chunks=rows.chunks)
-        gradients = np.ascontiguousarray(gradients, np.float32)
-        # An empty part counts too: Adam's bias correction counts steps, on every shard alike.
-        done = rows.apply(wanted.ids, gradients, counts=wanted.counts)
-        self.counts.dropped_rows += done.dropped
 
     def _finish(self, ticket: int) -> None:
         self._finished[ticket] = None
@@ -346,8 +352,9 @@ class Shard:
             raise ValueError(f"shard {self.index} has tables {sorted(self.tables)}, not {unknown}")
 
     def _check_capacity(self, name: str, num_ids: int) -> None:
-        limit = self.tables[name].max_rows
-        if limit and (self.tau + 1) * num_ids > limit:
+        limit = self.rows[name].max_rows
+        # With a disk, rows of other steps may go down and come back.
+        if limit and self.rows[name].spilling is None and (self.tau + 1) * num_ids > limit:
             raise CapacityError(
                 f"table {name!r}, shard {self.index}: a step of {num_ids} distinct ids, with up to "
                 f"{self.tau + 1} steps under way, needs {(self.tau + 1) * num_ids} rows, max_rows "
@@ -357,7 +364,7 @@ class Shard:
     def stats(self) -> dict[str, Any]:
         """Numbers for records and reports."""
         counts = self.counts
-        tables = {name: self.store[name].stats() for name in self.tables}
+        tables = {name: rows.stats() for name, rows in self.rows.items()}
         return {
             "version": self.version,
             "open": self.num_open,
@@ -372,7 +379,21 @@ class Shard:
             "repeated": counts.repeated,
             "dropped_rows": counts.dropped_rows,
             "prunes": len(self.cuts),
+            "hit_rate": {name: part["hit_rate"] for name, part in tables.items()},
+            "evictions": sum(part["evictions"] for part in tables.values()),
+            "spilled_rows": sum(part["spilled_rows"] for part in tables.values()),
+            "recalled": sum(part.get("recalled", 0) for part in tables.values()),
+            "unadmitted_share": {
+                name: part["unadmitted_share"]
+                for name, part in tables.items()
+                if "unadmitted_share" in part
+            },
         }
+
+    def close(self) -> None:
+        """Let go of spill files."""
+        for rows in self.rows.values():
+            rows.close()
 
 
 def nonfinite(table: str, bad: Ids, num_ids: int) -> str:

@@ -107,6 +107,8 @@ class ShardActor:
             tau=spec.bound,
             seed=spec.seed,
             capacity=spec.capacity,
+            num_shards=spec.num_shards,
+            spill=spec.spill,
             core=spec.core,
         )
         server = ShardServer(shard, link_to=lambda client: link, wire=spec.wire)

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from stages.embedding.row_records import Records
+from stages.embedding.row_table import RowTable
 from stages.embedding.shard import Shard
 from stages.embedding.tables import shard_of
 
@@ -42,7 +44,7 @@ def write_shard(shard: Shard, folder: Path, *, num_shards: int) -> dict[str, Any
     arrays, tables = _contents(shard)
     data = save(arrays)
     file = f"shard-{shard.index:05d}-of-{num_shards:05d}.safetensors"
-    _write(folder / file, data)
+    write_aside(folder / file, data)
     return {
         "file": file,
         "nbytes": len(data),
@@ -78,15 +80,9 @@ def fill_shard(shard: Shard, files: Iterable[Any], *, num_shards: int) -> int:
 def _contents(shard: Shard) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     tables: dict[str, Any] = {}
-    for name in shard.tables:
-        rows = shard.store[name]
-        parts = list(rows.scan())
-        keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])
-        width = rows.core.record_bytes
-        raw = np.concatenate([np.empty((0, width), np.uint8), *(part.raw for part in parts)])
-        recency = np.concatenate([np.empty(0, np.uint32), *(part.recency for part in parts)])
-        order = np.argsort(recency, kind="stable")
-        arrays[f"{name}/keys"], arrays[f"{name}/rows"] = keys[order], raw[order]
+    for name, held in shard.rows.items():
+        rows = held.rows
+        arrays[f"{name}/keys"], arrays[f"{name}/rows"] = _whole(held.scan(), rows)
         stats = rows.stats()
         tables[name] = {
             "dim": rows.dim,
@@ -95,15 +91,29 @@ def _contents(shard: Shard) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, 
             "optimizer": type(rows.optimizer).__name__,
             "steps": stats["steps"],
             "epoch": stats["epoch"],
-            "rows": len(keys),
+            "rows": len(arrays[f"{name}/keys"]),
         }
+        if held.admission is not None:
+            counters = held.admission.counters
+            arrays[f"{name}/seen_keys"], arrays[f"{name}/seen"] = _whole(counters.scan(), counters)
     return arrays, tables
+
+
+def _whole(parts: Iterable[Records], rows: RowTable) -> tuple[Any, Any]:
+    """All keys and records, oldest touched first."""
+    every = list(parts)
+    keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in every)])
+    width = rows.core.record_bytes
+    raw = np.concatenate([np.empty((0, width), np.uint8), *(part.raw for part in every)])
+    recency = np.concatenate([np.empty(0, np.uint32), *(part.recency for part in every)])
+    order = np.argsort(recency, kind="stable")
+    return keys[order], raw[order]
 
 
 def write_marker(folder: Path, parts: list[dict[str, Any]]) -> None:
     """All shards are written: this makes it a checkpoint."""
     text = json.dumps({"format": FORMAT, "shards": parts}, indent=1)
-    _write(folder / MARKER, text.encode())
+    write_aside(folder / MARKER, text.encode())
 
 
 def load_shard(shard: Shard, folder: Path, *, num_shards: int) -> int:
@@ -122,26 +132,30 @@ def _fill(
 ) -> int:
     """Route row by row what the parts hold; each is (what it is, a way to its arrays)."""
     total, seen = 0, []
-    taken: dict[str, list[tuple[Any, Any, Any]]] = {name: [] for name in shard.tables}
+    taken: dict[str, list[tuple[Any, Any, Any]]] = {}
     for part, read in parts:
         _check_tables(shard, where, part)
         seen.append(part)
         arrays = read()
-        for name in shard.tables:
-            keys, raw = arrays[f"{name}/keys"], arrays[f"{name}/rows"]
-            rank = np.arange(len(keys)) / max(1, len(keys))
-            mine = shard_of(keys, num_shards) == shard.index
-            taken[name].append((keys[mine], raw[mine], rank[mine]))
-    for name, pieces in taken.items():
-        rows = shard.store[name]
-        keys, raw, rank = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        order = np.argsort(rank, kind="stable")
-        rows.restore(np.ascontiguousarray(keys[order]), np.ascontiguousarray(raw[order]))
+        for name in shard.rows:
+            for what in (f"{name}/keys {name}/rows", f"{name}/seen_keys {name}/seen"):
+                keys, raw = (arrays.get(array) for array in what.split())
+                if keys is None or raw is None:
+                    continue  # a table that admits everybody has no sightings
+                rank = np.arange(len(keys)) / max(1, len(keys))
+                mine = shard_of(keys, num_shards) == shard.index
+                taken.setdefault(what, []).append((keys[mine], raw[mine], rank[mine]))
+    for name, held in shard.rows.items():
+        keys, raw = _in_order(taken[f"{name}/keys {name}/rows"])
+        held.restore(keys, raw)
         numbers = [part["tables"][name] for part in seen]
-        rows.restore_progress(
+        held.rows.restore_progress(
             steps=max(number["steps"] for number in numbers),
             epoch=max(number["epoch"] for number in numbers),
         )
+        sightings = taken.get(f"{name}/seen_keys {name}/seen")
+        if held.admission is not None and sightings is not None:
+            held.admission.counters.restore(*_in_order(sightings))
         total += len(keys)
     shard.version = max(part["version"] for part in seen)
     if shard.index == 0:  # sums over all shards stay what they were
@@ -150,6 +164,13 @@ def _fill(
             for age, num in part.get("staleness", {}).items():
                 shard.counts.staleness[int(age)] += num
     return total
+
+
+def _in_order(pieces: list[tuple[Any, Any, Any]]) -> tuple[Any, Any]:
+    """Rows of several shards, merged by their rank in the order of use."""
+    keys, raw, rank = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    order = np.argsort(rank, kind="stable")
+    return np.ascontiguousarray(keys[order]), np.ascontiguousarray(raw[order])
 
 
 def _unpack(file: Any) -> tuple[Any, Callable[[], dict[str, Any]]]:
@@ -216,7 +237,8 @@ def _check_tables(shard: Shard, where: str, part: Any) -> None:
                 )
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_aside(path: Path, data: bytes) -> None:
+    """Whole or not at all: written beside, made durable, renamed."""
     aside = path.with_name(path.name + ".part")
     with open(aside, "wb") as file:
         file.write(data)

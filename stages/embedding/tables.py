@@ -6,13 +6,17 @@ rows that nearly every batch touches gain nothing from asynchrony and lose accur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from stages.embedding.row_rules import Init, Optimizer, Uniform
+from stages.embedding.row_arrays import nbytes_of
+from stages.embedding.row_rules import Init, Optimizer, RowAdagrad, Uniform
 
+POOLINGS = ("sum", "mean", "sqrtn", "none")
 PLACEMENTS = ("sharded", "replicated")
 FEW_IDS = 4096
 _U64 = np.uint64
@@ -48,25 +52,60 @@ class ChunkPrune:
         return version >= max(self.warmup, 1) and (version - self.warmup) % self.every == 0
 
 
+@dataclass(frozen=True, slots=True)
+class MinCount:
+    """Ids get a row in the step in which they are seen for the n-th time; zeros until then.
+
+    A sighting is a step in which the id occurs. Counters are kept for the `remember` ids that were
+    seen last, on each shard; an id that was forgotten begins again.
+    """
+
+    count: int
+    remember: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.remember < 1:
+            raise ValueError(f"MinCount({self.count}, remember={self.remember}): at least 1 each")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """One embedding table. Its name and the run's seed are part of what its rows begin as."""
 
-    name: str
+    name: str = field(kw_only=False)
     dim: int
-    optimizer: Optimizer
+    optimizer: Optimizer = RowAdagrad(lr=0.05)  # noqa: RUF009 (frozen)
+    features: tuple[str, ...] = ()
+    """Features of a batch that read this table; empty: one, called as the table."""
+
+    pooling: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """How the rows of a feature become one vector: sum (default), mean, sqrtn or none."""
+
     init: Init = Uniform(0.01)  # noqa: RUF009 (frozen)
     placement: str = "sharded"
     num_ids: int | None = None
     """Of a replicated table: ids are 0 to num_ids - 1."""
 
     max_rows: int = 0
-    """Of each shard; 0 is as many as its memory holds."""
+    """Of each shard; 0 is as many as `capacity` or the shard's memory holds."""
+
+    capacity: int | str | None = None
+    """Bytes of all shards' rows together, as in "6GiB"; None: what the shards have."""
 
     evict: str | None = None
+    """"lru" drops what was looked up longest ago when the table is full; None refuses new rows."""
+
+    spill: str | None = None
+    """Folder to which those rows go instead of being dropped; they come back bit for bit."""
+
+    admit: MinCount | None = None
     prune: ChunkPrune | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
+        self._check_pooling()
+        if self.capacity is not None and nbytes_of(self.capacity) < 1:
+            raise ValueError(f"table {self.name!r}: a capacity of {self.capacity} holds no row")
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"table {self.name!r}: placement is one of {PLACEMENTS}, got {self.placement!r}"
@@ -85,6 +124,30 @@ class Table:
                 f"table {self.name!r}: a dim of {self.dim} in chunks of {self.prune.chunk} columns "
                 f"is {self.dim / self.prune.chunk:g} chunks; 2 to 8 whole ones are possible"
             )
+
+    def _check_pooling(self) -> None:
+        for feature, how in self.pooling.items():
+            if feature not in self.features:
+                raise ValueError(
+                    f"table {self.name!r} has features {list(self.features)}, `pooling` speaks of "
+                    f"{feature!r}"
+                )
+            if how not in POOLINGS:
+                raise ValueError(
+                    f"table {self.name!r}, feature {feature!r}: pooling is one of "
+                    f"{list(POOLINGS)}, got {how!r}"
+                )
+
+    def rows_within(self, row_bytes: int, num_shards: int) -> int:
+        """The most rows of one shard: `max_rows`, or what its share of the capacity holds."""
+        if self.capacity is None:
+            return self.max_rows
+        fit = max(1, nbytes_of(self.capacity) // num_shards // row_bytes)
+        return min(fit, self.max_rows) if self.max_rows else fit
+
+    def spill_folder(self, shard: int) -> Path | None:
+        """This table's own part of its spill folder; the disk is a cache of one process."""
+        return None if self.spill is None else Path(self.spill) / f"{self.name}-{shard:05d}"
 
     @property
     def chunks(self) -> int:

