@@ -146,11 +146,49 @@ def draw_figure() -> None:
     )
 
 
+EMBEDDING_ARMS = {
+    "torch": "plain torch, one process",
+    "sync": "**ours, synchronous**, 2 shards",
+    "tau8": "**ours, rows 8 steps late**",
+    "tau256": "control: rows 256 steps late",
+    "dense64": "control: rows and dense network 64 steps late",
+    "pruned": "**pruned by 70 % of real bytes**",
+    "uniform": "control: a smaller dimension, same bytes",
+    "random": "control: as many chunks, drawn by lot",
+}
+
+
+def embeddings_table() -> str:
+    """AUC of late and pruned rows, three seeds, with the controls."""
+    found = load(RESULTS / "embedding_quality.json")
+    rows = []
+    for which, title in (("adult", "Adult"), ("books", "Book-Crossing")):
+        arms = found.get(which, {}).get("arms", {})
+        base = arms.get("sync")
+        for name, shown in EMBEDDING_ARMS.items():
+            if name not in arms or base is None:
+                continue
+            arm = arms[name]
+            seeds = arm["seeds"] if which == "books" else []  # Adult has a hundred rows
+            resident = [seed["resident_bytes"] for seed in seeds if "resident_bytes" in seed]
+            rows.append(
+                [
+                    title,
+                    shown,
+                    f"{arm['auc']:.4f} ± {arm['auc_sd']:.4f}",
+                    f"{100 * (arm['auc'] - base['auc']):+.2f}",
+                    f"{sum(resident) / len(resident) / 1e6:.0f} MB" if resident else "",
+                ]
+            )
+    return markdown(["set", "arm", "AUC, 3 seeds", "points", "resident"], rows)
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {
         "speed": speed_table,
         "quality": quality_table,
         "pieces": pieces_table,
+        "embeddings": embeddings_table,
         "sync": sync_tables.short,
     },
     README.parent / "docs" / "replicas.md": {
