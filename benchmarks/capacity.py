@@ -150,20 +150,18 @@ def spilled(rows: int = 200_000) -> dict[str, Any]:
         store = RowStore(capacity="256MiB")
         options: dict[str, Any] = {"dim": DIM, "optimizer": RowAdagrad(lr=0.01)}
         table = store.table("rows", **options, init=Uniform(0.05), spill=True, max_rows=rows // 10)
-        whole = store.table("whole", **options, init=Uniform(0.05))
-        del whole
         below = SpillingTable(store, table, LmdbTier(folder))
-        began = time.perf_counter()
+        began, at_once = time.perf_counter(), rows // 50
         first: dict[int, bytes] = {}
-        for start in range(0, rows, 8192):
-            ids = np.arange(start, min(rows, start + 8192), dtype=np.int64)
+        for start in range(0, rows, at_once):
+            ids = np.arange(start, min(rows, start + at_once), dtype=np.int64)
             below.lookup(ids)
             table.apply(ids, np.full((len(ids), DIM), 1e-2, np.float32))
         for part in below.scan():
             first |= dict(zip(part.keys.tolist(), (r.tobytes() for r in part.raw), strict=True))
         wrong = 0
-        for start in range(0, rows, 8192):
-            ids = np.arange(start, min(rows, start + 8192), dtype=np.int64)
+        for start in range(0, rows, at_once):
+            ids = np.arange(start, min(rows, start + at_once), dtype=np.int64)
             below.lookup(ids)
         for part in below.scan():
             wrong += sum(
