@@ -1,17 +1,22 @@
 """The comparison of sync strategies in earnest: four replicas on Ray, one training job, real time.
 
-A step of a tiny GPT computes for some milliseconds and then sleeps (`PACE` times as long in all,
-`4 * PACE` for a straggler of 4x): four replicas share the cores of one machine, and with busy
-cores a slow neighbour would make everybody slow. Links are emulated as in the rest of the table.
+Four replicas share the cores of one machine; if steps were all computing, a slow replica would make
+the others faster and lock-step would make all of them slow. So a step of a tiny GPT computes for
+some milliseconds and sleeps for `PAUSE_S`; `--slow` stretches both. Links are emulated as in the
+rest of the table.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from torch import Tensor, nn
 
 from ray_pipe.cluster import connect
 from ray_pipe.config import RunConfig
@@ -20,11 +25,10 @@ from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replicas import ReplicaPipeline
 from ray_pipe.workload import gpt_workload
 from stages.record import StepRecord
-from stages.sync.slowness import parse_slow
 from stages.sync.trial import Costs, Trial
 
 NUM_REPLICAS = 4
-PACE = 16
+PAUSE_S = 0.25
 WINDOW = 4
 """Rows over which a loss curve is smoothed."""
 
@@ -58,21 +62,22 @@ def settings_of(
         "steps": steps,
         "seed": seed,
         "sync.replicas": NUM_REPLICAS,
-        "sync.slow": paced(slow),
+        "sync.slow": slow,
         **options,
     }
 
 
-def paced(slow: str) -> str:
-    """Everybody sleeps `PACE` times what it computes; stragglers that much more."""
-    always = dict.fromkeys(range(NUM_REPLICAS), float(PACE))
-    others = []
-    for cause in parse_slow(slow, num_replicas=NUM_REPLICAS):
-        if cause.replica is None:
-            others.append(str(cause))
-        else:
-            always[cause.replica] *= cause.factor
-    return ",".join([*(f"{r}:{factor:g}x" for r, factor in always.items()), *others])
+class Pause(nn.Module):
+    """Takes its time and no core."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(PAUSE_S)
+        return x
+
+
+def build_paused(build: Callable[[int, int], nn.Module], start: int, stop: int) -> nn.Module:
+    """Some blocks of a model, with a pause before them; runs inside the stage's actor."""
+    return nn.Sequential(Pause(), build(start, stop))
 
 
 def run_real(
@@ -89,7 +94,8 @@ def run_real(
         settings_of(strategy, slow=slow, steps=steps, costs=costs, seed=seed)
     )
     config.validate()
-    arm = arms_of(config, gpt_workload(config))[0]
+    work = gpt_workload(config)
+    arm = arms_of(config, replace(work, build=partial(build_paused, work.build)))[0]
     pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
     rows = [list(row) for row in pipeline.train()]
     return trial_of(rows, pipeline.book.as_dict(), slow=slow)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_pipe.compare_sync_real import paced, run_real, settings_of, trial_of
+from ray_pipe.compare_sync_real import run_real, settings_of, trial_of
 from ray_pipe.config import RunConfig
 from ray_pipe.replica_actors import ReplicaActors
 from stages.record import StepRecord
@@ -25,12 +25,6 @@ BOOK: dict[str, Any] = {
     "members": [{}, {}], "largest_gap": 3, "skipped": 1, "waited_s": {"gate": 4.0},
     "generator": {},
 }  # fmt: skip
-
-
-def test_everybody_sleeps_and_stragglers_sleep_longer() -> None:
-    assert paced("") == "0:16x,1:16x,2:16x,3:16x"
-    assert paced("2:4x") == "0:16x,1:16x,2:64x,3:16x"
-    assert paced("random:6x@0.1") == "0:16x,1:16x,2:16x,3:16x,random:6x@0.1"
 
 
 def test_times_are_those_of_the_median_replica_after_the_first_row() -> None:
