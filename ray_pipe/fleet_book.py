@@ -32,8 +32,8 @@ class FleetBook:
     _life: int = 0
     _before: Counter[str] = field(default_factory=Counter)
 
-    fp32_nbytes: int = 0
-    """What replicas sent each other would have taken in fp32."""
+    fp32_nbytes: Counter[str] = field(default_factory=Counter)
+    """What tensors of each kind would have taken in fp32."""
 
     numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The latest of each leader."""
@@ -43,7 +43,12 @@ class FleetBook:
         self.iterations[replica] = step + 1
         alive = [k for other, k in self.iterations.items() if other not in self.dead]
         self.largest_gap = max(self.largest_gap, max(alive) - min(alive))
-        self.fp32_nbytes += sum(int(record.sync.get("fp32_bytes", 0)) for record in records)
+        for record in records:
+            self.fp32_nbytes["replica"] += int(record.sync.get("fp32_bytes", 0))
+            for edge, seen in record.codec.items():
+                source, _, target = edge.partition("->")
+                kind = "activation" if int(source) < int(target) else "gradient"
+                self.fp32_nbytes[kind] += int(seen.get("fp32_bytes", 0))
         self.numbers[replica] = dict(records[0].sync)
 
     def died(self, replica: int, text: str) -> None:
@@ -87,7 +92,7 @@ class FleetBook:
             "skipped": sum(int(n.get("skipped", 0)) for n in self.numbers.values()),
             "interrupted": sum(int(n.get("interrupted", 0)) for n in self.numbers.values()),
             "generator": dict(self.generator),
-            "fp32_bytes": self.fp32_nbytes,
+            "fp32_bytes": dict(self.fp32_nbytes),
             "events": list(self.events),
             "members": [
                 {

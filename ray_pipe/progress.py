@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_pipe.ctr_table import progress_text
+from ray_pipe.replica_table import where_replicas_are
 from ray_pipe.results_table import number, show_amount, show_clock, show_results
 
 PLAIN_WIDTH = 120
@@ -70,7 +71,7 @@ class ArmState:
     bits_per_s: float | None = None
     unit: str = "tokens"
     more: str = ""
-    """What else a step has to say: rows and staleness of a click model."""
+    """What else a step has to say: rows and staleness of a click model, where replicas are."""
 
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     ended: bool = False
@@ -95,7 +96,7 @@ class RunState:
         state.loss = number(row.get("loss"))
         state.tokens_per_s = number(row.get("tokens_per_s"))
         state.unit = str(self.plan.get("unit", "tokens"))
-        state.more = progress_text(row)
+        state.more = progress_text(row) or where_replicas_are(row.get("replicas") or {})
         step_s = number(row.get("step_s"))
         if step_s:
             state.step_times.append(step_s)

@@ -72,12 +72,13 @@ class ReplicaActors(StageActors):
             own = self.of(replica)
             calls += [handle.connect.remote(dict(enumerate(own))) for handle in own]
             calls += [
-                handle.connect_fleet.remote(self._fleet_of(stage, alive))
+                handle.connect_fleet.remote(self.fleet_of(stage, alive))
                 for stage, handle in enumerate(own)
             ]
         self._hear(calls)
 
-    def _fleet_of(self, stage: int, alive: Collection[int]) -> dict[int, Any]:
+    def fleet_of(self, stage: int, alive: Collection[int]) -> dict[int, Any]:
+        """Whom a stage may write to."""
         fleet = {replica: self.of(replica)[stage] for replica in alive}
         return fleet if self.generator is None else {**fleet, GENERATOR: self.generator}
 

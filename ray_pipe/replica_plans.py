@@ -92,6 +92,13 @@ def shares_work(sync: SyncSpec) -> bool:
     return sync.name in WORK_SHARING or (sync.name == "ripples" and sync.groups == "smart")
 
 
+def is_deterministic(sync: SyncSpec) -> bool:
+    """Whether the same settings give the same bits, however fast each replica is."""
+    return sync.name in ("allreduce", "quantized-adam", "local") or (
+        sync.name == "ripples" and sync.groups != "smart"
+    )
+
+
 def num_nodes(config: RunConfig) -> int:
     """Nodes of the run's topology."""
     stages, replicas = config.pipeline.stages, config.sync.replicas

@@ -8,7 +8,7 @@ whoever did them, as many as there are replicas; so a row is the same number of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,7 +23,7 @@ class Rows(Protocol):
     num_given: int
 
     def add(self, replica: int, step: int, records: Records) -> None: ...
-    def ready(self, alive: Iterable[int]) -> list[Records]: ...
+    def ready(self, alive: Mapping[int, int]) -> list[Records]: ...
 
 
 class RowsByStep:
@@ -39,12 +39,13 @@ class RowsByStep:
         if step >= self._next:  # a newcomer may repeat nothing, but a late one comes too late
             self._steps.setdefault(step, {})[replica] = records
 
-    def ready(self, alive: Iterable[int]) -> list[Records]:
-        """Rows that nobody alive is missing from; `alive` are those who still have steps to do."""
-        waiting = set(alive)
+    def ready(self, alive: Mapping[int, int]) -> list[Records]:
+        """Rows that nobody is missing from: `alive` are those who still have steps to do, and the
+        first one that each takes part in."""
         found: list[Records] = []
         while True:
             parts = self._steps.get(self._next, {})
+            waiting = {replica for replica, first in alive.items() if first <= self._next}
             if not parts or waiting - parts.keys():
                 return found
             del self._steps[self._next]
@@ -71,9 +72,9 @@ class RowsByWork:
         """A replica has done a step."""
         self._done.append((replica, records))
 
-    def ready(self, alive: Iterable[int]) -> list[Records]:
+    def ready(self, alive: Mapping[int, int]) -> list[Records]:
         """Rows that are full; the last one takes what is left when the round is over."""
-        size = max(1, len(set(alive)))
+        size = max(1, len(alive))
         found: list[Records] = []
         while len(self._done) >= size and self.num_given < self.num_rows:
             part, self._done = self._done[:size], self._done[size:]

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.failures import name_failure, to_error
 from ray_pipe.fleet_book import FleetBook
+from ray_pipe.joining import Joining
 from ray_pipe.pipeline import AHEAD, PATIENCE_DEADLINES, PATIENCE_S, Item, Pipeline
 from ray_pipe.plans import Arm
 from ray_pipe.recovery import Failure, replica_verdict
@@ -56,7 +57,11 @@ class Track:
     flight: deque[Item] = field(default_factory=deque)
     """Steps that it was sent, in order."""
 
+    since: int = 0
+    """The first step that it takes part in."""
+
     has_left: bool = False
+
     stop: int | None = None
     """Sends wait before this step: a newcomer is about to copy this replica."""
 
@@ -85,6 +90,14 @@ class ReplicaPipeline(Pipeline):
         self.can_train_on = self.fleet.sync.name in LOCKSTEP
         self._by_work = shares_work(self.fleet.sync)
         self._asked: Any = None
+        self.in_lockstep = self.can_train_on or (
+            self.fleet.sync.name == "ripples" and self.fleet.sync.groups != "smart"
+        )
+        """Whether all replicas must change members at the same iteration."""
+
+        sync = self.fleet.sync
+        self.every = sync.local_steps if sync.name in ("local", "ripples", "ad-psgd") else 1
+        self.joining: list[Joining] = []
         self._revive(actors)
         super().__init__(actors, arm, epoch_s=epoch_s, failures=failures)
         self._start_generator()
@@ -158,12 +171,20 @@ class ReplicaPipeline(Pipeline):
             self.settle(rows)
             for row in rows.rest():
                 yield row
-        self._leave(steps)
         self._ask_generator(wait=True)
 
     def settle(self, rows: RowsByStep | RowsByWork | None = None) -> None:
-        """Let the steps that are in flight end."""
-        while any(track.flight for track in self.tracks.values()):
+        """Let the steps that are in flight end. Where replicas wait for each other, those that are
+        behind run as far as the others were sent: alone nobody would come to an end."""
+        while True:
+            level = max((track.next_step for track in self.tracks.values()), default=0)
+            for track in self.tracks.values():
+                if self._by_work:
+                    self._leave_if_idle(track)
+                elif track.next_step < level and len(track.flight) < AHEAD:
+                    self._send_one(track)
+            if not any(track.flight for track in self.tracks.values()):
+                return
             self._hear_one(rows)
 
     def evaluate(self, plan: StepPlan) -> Records:
@@ -188,13 +209,13 @@ class ReplicaPipeline(Pipeline):
         slow = max((one.factor for one in self.fleet.slow), default=1.0)
         return replace(plan, attempt=self.attempt, deadline_s=slow * self.deadlines.value_s)
 
-    def _wanted(self, steps: range) -> list[int]:
-        """Replicas without which no row is complete."""
-        return [
-            track.index
+    def _wanted(self, steps: range) -> dict[int, int]:
+        """Replicas without which no row is complete, and their first steps."""
+        return {
+            track.index: track.since
             for track in self.tracks.values()
             if self._by_work or track.num_done < steps.stop
-        ]
+        }
 
     def _send(self, steps: range, rows: RowsByStep | RowsByWork) -> None:
         """Keep every replica a step ahead, as long as there is work."""
@@ -205,6 +226,9 @@ class ReplicaPipeline(Pipeline):
                 if self._may_send(track, steps, rows):
                     self._send_one(track)
                     progress = True
+        if self._by_work:
+            for track in self.tracks.values():
+                self._leave_if_idle(track)
 
     def _may_send(self, track: Track, steps: range, rows: RowsByStep | RowsByWork) -> bool:
         if track.next_step == track.stop:
@@ -237,6 +261,7 @@ class ReplicaPipeline(Pipeline):
         }
         track.flight.append(item)
         track.next_step += 1
+        track.has_left = False
         if self.on_sent is None:
             return
         if self._by_work:
@@ -256,7 +281,15 @@ class ReplicaPipeline(Pipeline):
         }
         slow = max((one.factor for one in self.fleet.slow), default=1.0)
         timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * slow * self.deadlines.value_s)
-        ready, _ = ray.wait(list(owner), num_returns=1, timeout=timeout_s)
+        coming = [ref for newcomer in self.joining for ref in newcomer.calls]
+        ready, _ = ray.wait([*owner, *coming], num_returns=1, timeout=timeout_s)
+        if ready and ready[0] not in owner:
+            ready, _ = ray.wait(list(owner), num_returns=1, timeout=0.05) if owner else ([], [])
+            self._tend()
+            if not ready:
+                return
+        elif self.joining:
+            self._tend()
         if not ready:
             silent = min(self.tracks.values(), key=lambda track: track.num_done)
             stage = next(iter(silent.flight[0].calls.values())) if silent.flight else 0
@@ -275,6 +308,7 @@ class ReplicaPipeline(Pipeline):
             track.num_done = item.plan.step + 1
             records = [item.results[place] for place in sorted(item.results)]
             self.book.ended(track.index, item.plan.step, records)
+            self._leave_if_done(track)
             if rows is not None:
                 rows.add(track.index, item.plan.step, records)
 
@@ -298,12 +332,16 @@ class ReplicaPipeline(Pipeline):
             generator.connect.remote(self.actors.leaders())
             self.on_event(self.book.events[-1])
 
-    def _leave(self, steps: range) -> None:
-        """Tell replicas that have nothing more to do; of shared work also between rounds, so that
-        nobody waits for them at a group."""
-        for track in self.tracks.values():
-            if self._by_work or steps.stop >= self.arm.num_steps:
-                self.actors.of(track.index)[0].leave.remote()
+    def _leave_if_idle(self, track: Track) -> None:
+        """Of shared work: a replica without a step is not waited for at a group."""
+        if not track.flight and not track.has_left:
+            track.has_left = True
+            self.actors.of(track.index)[0].leave.remote()
+
+    def _leave_if_done(self, track: Track) -> None:
+        """Where replicas keep near each other: one that has done all its steps holds nobody."""
+        if not self._by_work and track.num_done == self.arm.num_steps and not self.can_train_on:
+            self.actors.of(track.index)[0].leave.remote()
 
     # --- members --------------------------------------------------------------------------------
 
@@ -319,22 +357,74 @@ class ReplicaPipeline(Pipeline):
         if why:
             self.failures.append(replace(failure, num_left=0))
             raise to_error(failure, doing=f"in step {step} of replica {replica}", hint=why)
+        self._drop(replica)
+        self.failures.append(failure)
+        self.book.died(replica, str(failure))
+        self.on_failure(failure)
+        for newcomer in [one for one in self.joining if one.donor == replica]:
+            newcomer.give_up(f"replica {replica}, whose state it was to take over, died")
+            self.joining.remove(newcomer)
+        if self.arm.config.sync.rejoin:
+            self.join(replica)
+
+    def _drop(self, replica: int) -> None:
+        """A replica takes part no longer."""
         del self.tracks[replica]
         self.dead.add(replica)
         self.actors.dead.add(replica)
         self.actors.end(replica)
-        self.failures.append(failure)
-        self._announce("dead", replica, 0)
-        self.book.died(replica, str(failure))
-        self.on_failure(failure)
+        self.announce("dead", replica, 0)
 
-    def _announce(self, kind: Any, replica: int, since: int) -> None:
+    def announce(self, kind: Any, replica: int, since: int) -> list[Any]:
+        """Tell all leaders and the Group Generator who came or went; their answers."""
         self.epoch += 1
         event = MemberEvent(kind=kind, replica=replica, epoch=self.epoch, since=since)
-        for other in self.alive:
-            self.actors.of(other)[0].on_member.remote(event)
+        heard = [self.actors.of(other)[0].on_member.remote(event) for other in self.alive]
         if self.actors.generator is not None:
-            self.actors.generator.on_member.remote(event)
+            heard.append(self.actors.generator.on_member.remote(event))
+        return heard
+
+    def join(self, replica: int | None = None) -> int:
+        """Have a new replica take part, or one that died again, while the others train; its index.
+
+        Its state is another one's, copied between two steps; its samples are those of the one that
+        died, or shared with one of the first replicas.
+        """
+        if replica is None:
+            waiting = {one.index for one in self.joining}
+            free = sorted(self.dead - waiting)
+            replica = free[0] if free else max(self.num_replicas, *(i + 1 for i in waiting or {0}))
+        newcomer = Joining(self, replica)
+        self.joining.append(newcomer)
+        return replica
+
+    def admit(self, replica: int, since: int, donor: int) -> None:
+        """A newcomer has its donor's state and gets its first step next."""
+        self.tracks[replica] = Track(index=replica, next_step=since, num_done=since, since=since)
+        self.dead.discard(replica)
+        self.actors.dead.discard(replica)
+        text = f"replica {replica} joined before step {since} with the state of replica {donor}"
+        self.book.came(replica, since, text)
+        self.on_event(text)
+
+    def extend_specs(self, replica: int) -> None:
+        """What a newcomer's stages need to know."""
+        old = self.specs[0]
+        own = self.arm.replica_specs(replica, epoch_s=old.epoch_s, generation=old.generation)
+        first = replica * self.num_stages
+        self.specs[first : first + self.num_stages] = own
+
+    def note_infos(self, replica: int, infos: list[dict[str, Any]]) -> None:
+        """Who a newcomer's stages are."""
+        first = replica * self.num_stages
+        self.infos[first : first + self.num_stages] = infos
+        for info, handle in zip(infos, self.actors.of(replica), strict=True):
+            info["actor"] = handle._actor_id.hex()
+
+    def _tend(self) -> None:
+        for newcomer in self.joining:
+            newcomer.tend()
+        self.joining = [newcomer for newcomer in self.joining if not newcomer.is_over]
 
     # --- calls ----------------------------------------------------------------------------------
 
@@ -352,15 +442,30 @@ class ReplicaPipeline(Pipeline):
 
     def load_states(self, states: Sequence[StageState]) -> None:
         """Make each stage what it was; every replica goes on after its own last step."""
-        calls = {
-            self.handles[index].load_state.remote(
-                np.frombuffer(state.to_bytes(), dtype=np.uint8)
-            ): (index)
-            for index, state in enumerate(states)
-        }
+        calls: dict[Any, int] = {}
+        found: dict[int, int] = {}
+        for position, state in enumerate(states):
+            sync = state.notes["sync"]
+            replica = int(sync["replica"])
+            if replica not in self.tracks:  # one that had joined beyond those asked for
+                continue
+            found[replica] = state.step + 1
+            place = replica * self.num_stages + position % self.num_stages
+            raw = np.frombuffer(state.to_bytes(), dtype=np.uint8)
+            calls[self.handles[place].load_state.remote(raw)] = place
+            if "strategy" in sync and self.fleet.sync.name != "ripples":
+                self.epoch = max(self.epoch, int(sync["strategy"]["epoch"]))
         self.gather(calls, doing="loading its state")
-        for replica, track in self.tracks.items():
-            track.next_step = track.num_done = states[replica * self.num_stages].step + 1
+        for replica, step in found.items():
+            track = self.tracks[replica]
+            track.next_step = track.num_done = step
+            self.book.iterations[replica] = step
+        for replica in sorted(self.tracks.keys() - found.keys()):
+            self._drop(replica)
+            self.book.iterations[replica] = 0
+            self.book.died(replica, f"replica {replica} had died before the checkpoint")
+            if self.arm.config.sync.rejoin:
+                self.join(replica)
 
     def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
         """Have every stage copy its state after the step that its replica was sent last."""
@@ -368,9 +473,9 @@ class ReplicaPipeline(Pipeline):
             handle.write_kept.remote(
                 handle.keep_state.remote(key, track.next_step - 1),
                 folder,
-                stage_file(track.index * self.num_stages + stage),
-            ): track.index * self.num_stages + stage
-            for track in self.tracks.values()
+                stage_file(place * self.num_stages + stage),
+            ): place * self.num_stages + stage
+            for place, track in enumerate(self.tracks[index] for index in self.alive)
             for stage, handle in enumerate(self.actors.of(track.index))
         }
 

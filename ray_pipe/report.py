@@ -20,6 +20,7 @@ from ray_pipe.metrics import StepRow, finite
 from ray_pipe.report_failures import failures_section
 from ray_pipe.report_markup import Markup, data, join, loss, percent, ratio, seconds, tag, three
 from ray_pipe.report_page import page
+from ray_pipe.report_replicas import replicas_section
 from stages.record import StepRecord
 
 Arm = Mapping[str, Any]
@@ -68,6 +69,7 @@ def render_report(
         sections.bytes_section(arms),
         curves.codec_section(arms, rows or {}),
         sections.prediction_section(arms),
+        replicas_section(arms),
         failures_section(results.get("failures") or []),
         sections.events_section(arms, rows or {}),
         sections.run_section(results),

@@ -31,7 +31,7 @@ def failures_section(failures: Sequence[Mapping[str, Any]]) -> Markup:
     lines = [
         (
             f"{failure['arm']}, step {failure['step']}",
-            f"stage {failure['stage']}: {WHAT.get(failure['kind'], failure['kind'])}",
+            f"{_who(failure)}: {WHAT.get(failure['kind'], failure['kind'])}",
             str(failure["cause"]),
             _went_on(failure),
             _took(failure),
@@ -60,7 +60,14 @@ def _took(failure: Mapping[str, Any]) -> str:
     return f"{whole}: {', '.join(shares)}" if shares else whole
 
 
+def _who(failure: Mapping[str, Any]) -> str:
+    replica = failure.get("replica")
+    return f"{'' if replica is None else f'replica {replica}, '}stage {failure['stage']}"
+
+
 def _went_on(failure: Mapping[str, Any]) -> str:
+    if failure.get("num_left"):
+        return f"the other replicas went on, {failure['num_left']} of them"
     if failure["resumed_from"] is None:
         return "the run ended"
     step = failure["resumed_from"]

@@ -5,7 +5,6 @@ Reads results.json's names and forgives what is missing, so that a stopped run s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ray_pipe.replica_table import replica_parts
+from ray_pipe.results_format import NONE, number, show_amount, show_clock, show_seconds
+
+__all__ = ["NONE", "number", "show_amount", "show_clock", "show_results", "show_seconds"]
+
 Arm = Mapping[str, Any]
 REFERENCE = "fp32"
-NONE = "-"
 WIDE = 112
 """Columns from which arms are rows; below, arms are columns and the numbers are rows."""
 
@@ -31,43 +34,6 @@ FILES = {
     "metrics.jsonl": "one line per step",
     "results.json": "these numbers",
 }
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def show_seconds(seconds: float) -> str:
-    """A measured time: `85.0 ms`, `1.24 s`, `2m 05s`, `1h 03m`."""
-    if seconds < 0.9995:
-        return f"{_three_digits(seconds * 1e3)} ms"
-    return f"{_three_digits(seconds)} s" if seconds < 99.95 else show_clock(seconds)
-
-
-def show_clock(seconds: float) -> str:
-    """A time to wait, in whole seconds: `42 s`, `2m 05s`, `1h 03m`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m {rest:02d}s" if minutes else f"{rest} s"
-    return f"{minutes // 60}h {minutes % 60:02d}m"
-
-
-def show_amount(value: float, unit: str = "") -> str:
-    """Three digits with k, M or G: `8.12k`, `1.30 MB`."""
-    gap = " " if unit else ""
-    for prefix, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 0.9995 * scale:
-            return f"{_three_digits(value / scale)}{gap}{prefix}{unit}"
-    return f"{value:.3g}{gap}{unit}"
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{value:.{digits}f}"
 
 
 def _when(value: Any, show: Callable[[float], str]) -> str:
@@ -188,6 +154,7 @@ def show_results(console: Console, results: Mapping[str, Any], path: str | Path 
     """Table, verdict and files, on a terminal or as plain text."""
     parts: list[RenderableType] = [
         results_table(results, wide=console.width >= WIDE),
+        *replica_parts(results),
         Text(verdict(results)),
     ]
     if path is not None:

@@ -21,6 +21,7 @@ from ray_pipe.checkpoint_files import (
 )
 from ray_pipe.config import RunConfig
 from ray_pipe.plans import Arm
+from ray_pipe.replica_plans import is_deterministic
 from stages.recut import recut
 from stages.state import StageState, StateError
 from stages.storage import Folder, StorageError
@@ -39,6 +40,9 @@ MUST_MATCH = (
     "embedding.optimizer",
     "embedding.prune",
     "embedding.init",
+    "sync.replicas",
+    "sync.name",
+    "sync.codec",
 )
 """Options, or whole sections, whose change makes the saved state one of another run."""
 
@@ -47,6 +51,7 @@ MAY_DIFFER = (
     "data", "network", "faults", "checkpoint", "pipeline.stages", "pipeline.transport",
     "pipeline.recompute", "embedding.shards", "embedding.capacity", "embedding.spill",
     "embedding.baseline", "codec.name", "codec.spill_dir", "codec.spill_ram", "codec.checksum",
+    "sync.slow", "sync.rejoin", "sync.deadline_k",
 )  # fmt: skip
 """Options that change no bit of the training, or are checked in another way: data by its digest."""
 
@@ -151,6 +156,8 @@ def states_for(arm: Arm, checkpoint: Checkpoint) -> tuple[list[StageState], list
     cuts = arm.workload.cuts(arm.config.pipeline.stages)
     states = checkpoint.states()
     notes: list[str] = []
+    if arm.fleet is not None:
+        return states, _check_fleet(checkpoint, arm, states)
     if [(cut.start, cut.stop) for cut in cuts] != list(manifest.cuts):
         try:
             states, dropped = recut(states, cuts)
@@ -170,6 +177,33 @@ def states_for(arm: Arm, checkpoint: Checkpoint) -> tuple[list[StageState], list
             text += f"; what {arm.name} remembers {' and '.join(parts)}"
         notes.append(text)
     return states, notes
+
+
+def _check_fleet(checkpoint: Checkpoint, arm: Arm, states: list[StageState]) -> list[str]:
+    """Refuse replicas of another cut; say what cannot be as it was."""
+    cuts = [(cut.start, cut.stop) for cut in arm.workload.cuts(arm.config.pipeline.stages)]
+    saved = list(checkpoint.manifest.cuts)
+    if saved[: len(cuts)] != cuts or len(saved) % len(cuts):
+        raise CheckpointError(
+            f"{checkpoint.path} has replicas cut into other stages; with replicas resume with the "
+            "same --stages."
+        )
+    assert arm.fleet is not None
+    notes = []
+    here = {int(state.notes["sync"]["replica"]) for state in states}
+    lost = sorted(set(arm.fleet.members) - here)
+    if lost:
+        names = ", ".join(map(str, lost))
+        notes.append(
+            f"{checkpoint.path} was saved without replica {names}, which had died; the others go "
+            "on (sync.rejoin=true would start it anew)."
+        )
+    if not is_deterministic(arm.fleet.sync):
+        notes.append(
+            f"{arm.fleet.sync.name} goes on with all it knew, but not to the same bits: who meets "
+            "whom depends on who is fast, and what was on its way is gone."
+        )
+    return notes
 
 
 def _checked(checkpoint: Checkpoint, arm: Arm, notes: list[str]) -> Start:

@@ -269,16 +269,16 @@ METRICS: tuple[Metric, ...] = (
         kind="gauge",
         unit="steps",
         labels=("replica",),
-        help="Steps that a replica is ahead of its slowest neighbour.",
-        planned=True,
+        help="Steps that a replica is ahead of the slowest one.",
+        rare=True,
     ),
     Metric(
         name="pipe_replica_staleness_steps",
         kind="gauge",
         unit="steps",
         labels=("replica",),
-        help="Age of the oldest parameters that a replica averaged in its last step.",
-        planned=True,
+        help="Age of the oldest parameters that a replica mixed in its last step.",
+        rare=True,
     ),
 )
 

@@ -289,6 +289,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             help="With a shard that died.",
         ),
     ),
+    "Replicas": (
+        Panel(
+            title="Steps ahead of the slowest replica",
+            unit="short",
+            queries=(lines(latest("pipe_replica_gap_steps", "replica"), "replica"),),
+            help="Empty with one replica; how far they may part is the strategy's business.",
+        ),
+        Panel(
+            title="Age of what was mixed",
+            unit="short",
+            queries=(lines(latest("pipe_replica_staleness_steps", "replica"), "replica"),),
+            help="Iterations that the oldest parameters mixed last were behind (Hop).",
+        ),
+    ),
     "Faults": (
         Panel(
             title="Events",

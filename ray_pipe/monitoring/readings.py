@@ -87,6 +87,12 @@ def _of_row(row: StepRow) -> Iterator[Reading]:
         yield Reading("pipe_loss", row.loss)
     if row.grad_norm is not None:
         yield Reading("pipe_grad_norm", row.grad_norm)
+    last = min((int(one["iteration"]) for one in row.replicas.values()), default=0)
+    for replica, one in row.replicas.items():
+        gap = int(one["iteration"]) - last
+        yield _reading("pipe_replica_gap_steps", gap, replica=replica)
+        stale = float(one.get("staleness", 0))
+        yield _reading("pipe_replica_staleness_steps", stale, replica=replica)
 
 
 def _of_sent(sent: Sent) -> Iterator[Reading]:

@@ -130,6 +130,10 @@ class Follower(Seat):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._have = {
-            int(source): {int(tag): int(before) for tag, before in tags.items()}
+            int(source): {
+                int(tag): int(before)
+                for tag, before in tags.items()
+                if int(tag) in self.exchange.updates.tags_of(int(source))
+            }
             for source, tags in state["have"].items()
         }

@@ -302,6 +302,12 @@ class Hop(Plain):
     def stats(self) -> dict[str, float]:
         return {"jumps": float(self.num_jumps), "max_queue": float(self.max_queue)}
 
+    def resumed(self) -> None:
+        """Neighbours that were ahead begin behind this iteration again, as everybody does."""
+        self._entered = {other: min(k, self.k) for other, k in self._entered.items()}
+        for source, tags in self._here.items():
+            self._here[source] = {t: before for t, before in tags.items() if t <= self.k}
+
     def adopt(self, state: State, k: int) -> None:
         """Edges count once their other ends have spoken; until then nobody is waited for."""
         if self._me not in state["nodes"]:

@@ -117,6 +117,7 @@ class Leader(Seat):
             "run": loop.num_run,
             "skipped": loop.num_skipped,
             "interrupted": loop.num_interrupted,
+            "staleness": loop.staleness,
             "waited": dict(loop.waited),
             "group": list(loop.groups[0]) if loop.groups else [],
             **self.strategy.stats(),
@@ -135,6 +136,7 @@ class Leader(Seat):
         self.loop.k = int(state["k"])
         self._has_run = bool(state["has_run"])
         self.strategy.load_state_dict(state["strategy"])
+        self.strategy.resumed()
 
     def strategy_state(self) -> State:
         return self.strategy.state_dict()

@@ -61,6 +61,9 @@ class Replica:
         self.num_skipped = 0
         self.num_interrupted = 0
         self.waited: Counter[str] = Counter()
+        self.staleness = 0
+        """Iterations that the oldest parameters mixed last were behind."""
+
         self.groups: list[tuple[int, ...]] = []
         """Contributors of the latest exchange, by stage."""
 
@@ -221,6 +224,7 @@ class Replica:
                         raise result
                 results = [result for result in found if isinstance(result, SyncResult)]
         self.strategy.finished(plan, results)
+        self.staleness = max((plan.number - tag for tag in plan.versions.values()), default=0)
         self.groups = [result.contributors for result in results]
         return results
 

@@ -117,6 +117,10 @@ class Ripples(Plain):
         self._asked_for = int(state["asked_for"])
         self._patience.load_state_dict(state["patience"])
 
+    def resumed(self) -> None:
+        """The Group Generator begins its first life again."""
+        self.epoch = 0
+
     async def _ask(self) -> FrameHeader | None:
         loop = asyncio.get_running_loop()
         start = loop.time()

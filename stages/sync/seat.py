@@ -139,10 +139,15 @@ class Seat:
         return {"fp32_bytes": nbytes}
 
     def state_dict(self) -> State:
-        return {"exchange": self.exchange.state_dict(), "rule": self.rule.state_dict()}
+        return {
+            "replica": self.replica,
+            "exchange": self.exchange.state_dict(),
+            "rule": self.rule.state_dict(),
+        }
 
     def load_state_dict(self, state: State) -> None:
         self.exchange.load_state_dict(state["exchange"])
+        self.exchange.updates.resumed()
         self.rule.load_state_dict(state["rule"])
 
     def take_over(self, state: State, k: int) -> None:

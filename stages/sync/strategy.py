@@ -122,6 +122,7 @@ class SyncStrategy(Protocol):
     def stats(self) -> dict[str, float]: ...
     def state_dict(self) -> State: ...
     def load_state_dict(self, state: State) -> None: ...
+    def resumed(self) -> None: ...
     def adopt(self, state: State, k: int) -> None: ...
 
 
@@ -153,6 +154,9 @@ class Plain:
 
     def load_state_dict(self, state: State) -> None:
         raise NotImplementedError
+
+    def resumed(self) -> None:
+        """All replicas go on from a checkpoint: what came from iterations after it never was."""
 
     def adopt(self, state: State, k: int) -> None:
         """Join as somebody whose donor has this state and is about to enter `k`."""

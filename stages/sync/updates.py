@@ -90,6 +90,10 @@ class Updates:
         """An update did not come: ask for it, as it is."""
         self._post.send(source, "want", number=tag)
 
+    def tags_of(self, source: int) -> set[int]:
+        """Versions of a neighbour that are here."""
+        return set(self._versions.get(source, ()))
+
     @property
     def num_held(self) -> int:
         """Versions of neighbours in memory."""
@@ -112,6 +116,12 @@ class Updates:
         }
         self._sent_to = {int(target): int(tag) for target, tag in state["sent_to"].items()}
         self._early = {}
+
+    def resumed(self) -> None:
+        """All replicas go on from a checkpoint: versions of later iterations never were."""
+        for versions in self._versions.values():
+            for tag in [tag for tag in versions if tag > self._tag]:
+                del versions[tag]
 
     async def _publish(
         self, plan: SyncPlan, vector: Any, before: asyncio.Task[None] | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -149,3 +151,76 @@ def test_hop_lets_a_slow_replica_skip(four: ReplicaActors) -> None:
     assert [member["skipped"] for member in members if member["replica"] != 1] == [0, 0, 0]
     assert 1 <= pipeline.book.largest_gap <= 10
     assert len(rows) == 10
+
+
+def kill(pipeline: ReplicaPipeline, replica: int, stage: int = 0) -> None:
+    """Without a word, as the machine would."""
+    os.kill(pipeline.infos[replica * pipeline.num_stages + stage]["pid"], signal.SIGKILL)
+
+
+def test_after_a_death_the_others_go_on_and_a_new_replica_joins_them(four: ReplicaActors) -> None:
+    arm = make_arm("allreduce", replicas=4, steps=400, **{"sync.rejoin": True})
+    pipeline = ReplicaPipeline(four, arm, epoch_s=time.time())
+    told: list[str] = []
+    pipeline.on_failure = lambda failure: told.append(str(failure))
+    pipeline.on_event = told.append
+
+    sizes, after = [], 0
+    for row in pipeline.train(range(arm.num_steps)):
+        sizes.append(len({record.replica for record in row}))
+        if len(sizes) == 3:
+            kill(pipeline, 2)
+        after += pipeline.book.joined != {}
+        if after == 3:
+            break
+    pipeline.settle()
+
+    assert sizes[:3] == [4, 4, 4]
+    assert min(sizes) == 3  # they went on without it
+    assert sizes[-1] == 4  # and with it again
+    assert len(told) == 2
+    assert "replica 2, stage 0 died" in told[0]
+    assert "3 others go on without it" in told[0]
+    assert "replica 2 joined before step" in told[1]
+    first, *others = weights_of(pipeline)
+    assert all(torch.equal(other, first) for other in others)
+    assert len(others) == 3
+
+
+def test_a_dead_group_generator_comes_back_and_nobody_stops(two_by_two: ReplicaActors) -> None:
+    arm = make_arm("ripples", replicas=2, stages=2, steps=400, deadline_s=1.0)
+    pipeline = ReplicaPipeline(two_by_two, arm, epoch_s=time.time())
+    told: list[str] = []
+    pipeline.on_event = told.append
+    generator = pipeline.actors.generator
+
+    groups = 0.0
+    for num_rows, _ in enumerate(pipeline.train(range(arm.num_steps))):
+        if num_rows == 3:
+            os.kill(ray.get(generator.stats.remote())["pid"], signal.SIGKILL)
+        counted = pipeline.book.generator.get("groups", 0.0)
+        groups = groups or (counted if told else 0.0)
+        if told and counted > groups:
+            break
+    pipeline.settle()
+
+    assert told == ["the Group Generator was restarted, empty; replicas went on alone meanwhile"]
+    assert pipeline.dead == set()
+    assert pipeline.failures == []
+
+
+def test_a_hop_neighbour_that_dies_with_a_later_stage_is_let_go(two_by_two: ReplicaActors) -> None:
+    arm = make_arm("hop", replicas=2, stages=2, steps=12, **{"sync.graph": "ring"})
+    pipeline = ReplicaPipeline(two_by_two, arm, epoch_s=time.time())
+
+    sizes = []
+    for row in pipeline.train():
+        sizes.append(len({record.replica for record in row}))
+        if len(sizes) == 3:
+            kill(pipeline, 1, stage=1)
+
+    assert len(sizes) == 12
+    assert sizes[-1] == 1
+    assert [failure.replica for failure in pipeline.failures] == [1]
+    assert pipeline.book.as_dict()["members"][0]["iteration"] == 12
+    assert pipeline.book.dead[1] <= 6
