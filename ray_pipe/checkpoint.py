@@ -203,7 +203,8 @@ class Saver:
         config["checkpoint"]["resume"] = None
         blocks = {str(b): d for info in self._pipeline.infos for b, d in info["blocks"].items()}
         cuts = arm.workload.cuts(arm.config.pipeline.stages)
-        cuts *= (len(notes) - 1) // len(cuts)  # once for each replica
+        if arm.fleet is not None:
+            cuts *= (len(notes) - 1) // len(cuts)  # once for each replica
         return Manifest(
             arm=arm.name,
             step=step + 1,

@@ -23,7 +23,7 @@ from ray_pipe.same_source import refuse_other_source
 from stages.sync.strategy import MemberEvent
 
 if TYPE_CHECKING:
-    from ray_pipe.replicas import ReplicaPipeline
+    from ray_pipe.replica_members import Members
 
 HEAR_TIMEOUT_S = 60.0
 
@@ -31,7 +31,7 @@ HEAR_TIMEOUT_S = 60.0
 class Joining:
     """One newcomer on its way; `tend` is called whenever something has happened."""
 
-    def __init__(self, pipeline: ReplicaPipeline, index: int) -> None:
+    def __init__(self, pipeline: Members, index: int) -> None:
         self._pipeline = pipeline
         self.index = index
         self.donor = min(pipeline.alive)

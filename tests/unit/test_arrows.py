@@ -37,6 +37,8 @@ SPEAK_RAY = {
     "ray_pipe.hearing",
     "ray_pipe.replicas",
     "ray_pipe.replica_actors",
+    "ray_pipe.replica_members",
+    "ray_pipe.joining",
     "ray_pipe.rescue",
     "ray_pipe.spares",
     "ray_pipe.shards",
