@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import ray
 import torch
 
 from ray_pipe.config import RunConfig
+from ray_pipe.driver import run
 from ray_pipe.plans import Arm, arms_of, optim_spec
 from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replicas import ReplicaPipeline
+from ray_pipe.trainer import Silent
 from ray_pipe.workload import gpt_workload
 from stages.optim import clip_factor, make_optimizer, set_lr, squared_norms
 from stages.record import StepRecord
@@ -224,3 +227,39 @@ def test_a_hop_neighbour_that_dies_with_a_later_stage_is_let_go(two_by_two: Repl
     assert [failure.replica for failure in pipeline.failures] == [1]
     assert pipeline.book.as_dict()["members"][0]["iteration"] == 12
     assert pipeline.book.dead[1] <= 6
+
+
+def test_a_run_of_replicas_is_saved_shown_and_resumed_to_the_same_bits(
+    cluster: None, tmp_path: Path
+) -> None:
+    def train(name: str, **changes: Any) -> dict[str, Any]:
+        config = make_arm(
+            "quantized-adam",
+            replicas=2,
+            stages=2,
+            steps=8,
+            **{
+                "codec.name": "acsgd",
+                "sync.warmup": 2,
+                "checkpoint.every": 4,
+                "data.num_samples": 16,
+                "out": str(tmp_path),
+                "name": name,
+                **changes,
+            },
+        ).config
+        results = run(config, Silent()).results
+        (arm,) = results["arms"]
+        return dict(arm)
+
+    whole = train("whole")
+    saved = tmp_path / "whole/checkpoints/acsgd/checkpoint_000004"
+    resumed = train("resumed", **{"checkpoint.resume": str(saved)})
+
+    assert [loss for _, _, loss in resumed["losses"]] == [loss for _, _, loss in whole["losses"]]
+    assert whole["replicas"]["strategy"] == "quantized-adam"
+    assert [member["iteration"] for member in whole["replicas"]["members"]] == [8, 8]
+    fp32 = whole["replicas"]["fp32_bytes"]
+    for kind in ("activation", "gradient", "replica"):  # every kind of bytes shrank
+        assert whole["bytes_total"][kind] < 0.6 * fp32[kind]
+    assert "replica 1" in (tmp_path / "whole/report.html").read_text(encoding="utf-8")

@@ -89,7 +89,7 @@ def test_the_loss_of_a_row_is_the_mean_of_the_replicas_and_tokens_add_up() -> No
     assert row.num_tokens == 30
     assert row.sent["1->9"] == {"replica": 100}
     assert row.replicas[2]["iteration"] == 1
-    assert row.as_dict()["replicas"][1]["fp32_bytes"] == 400
+    assert row.as_dict()["replicas"]["1"]["fp32_bytes"] == 400
 
 
 def test_one_replica_keeps_its_loss_to_the_bit_and_says_nothing_of_replicas() -> None:
