@@ -22,7 +22,7 @@ from ray_pipe.config import RunConfig
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_table import compare_arms
-from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
+from ray_pipe.ctr_workload import ClickTask, CtrArm, check_capacity, click_task, ctr_arms
 from ray_pipe.driver import Outcome
 from ray_pipe.errors import ConfigError
 from ray_pipe.metrics import ArmMeter, MetricsFile
@@ -113,6 +113,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             f"--data {config.data.source}: {task.workload.num_train} samples to train on, but one "
             f"step takes {config.pipeline.samples_per_step}; lower --batch-size."
         )
+    check_capacity(config, task)
     checkpoints = RunCheckpoints.find(
         config, arms, on_warning=observer.on_warning, on_phase=observer.on_phase
     )

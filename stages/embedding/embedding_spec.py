@@ -59,6 +59,11 @@ class EmbeddingSpec:
     mishaps: tuple[ShardMishap, ...] = ()
 
     @property
+    def slab(self) -> int:
+        """Of a shard's store: large pages where there is room, small ones for small shards."""
+        return min(2 << 20, max(16 << 10, 1 << (self.capacity // 64).bit_length() - 1))
+
+    @property
     def bound(self) -> int:
         """What a shard enforces: nothing older is ever applied."""
         return MAX_AUTO_TAU if self.tau is None else self.tau

@@ -40,6 +40,10 @@ LOOKAHEAD = 2
 TICKETS_OF_A_SESSION = 1 << 20
 
 
+AUTO_WINDOW = 4
+"""Steps between two looks of `staleness: auto`; those before the first are synchronous."""
+
+
 class Bag(Protocol):
     """Ids of one feature: sample i has `ids[offsets[i]:offsets[i + 1]]`."""
 
@@ -109,7 +113,7 @@ class Feed:
             session=session,
             deadline_s=spec.deadline_s,
             num_tries=spec.num_tries,
-            auto=AutoStaleness(cap=spec.bound) if spec.tau is None else None,
+            auto=AutoStaleness(cap=spec.bound, window=AUTO_WINDOW) if spec.tau is None else None,
         )
         self.events: list[str] = []
         self.num_refused = 0

@@ -110,6 +110,8 @@ class ShardActor:
             num_shards=spec.num_shards,
             spill=spec.spill,
             core=spec.core,
+            slab=spec.slab,
+            pages="huge" if spec.slab >= 2 << 20 else "4k",
         )
         server = ShardServer(shard, link_to=lambda client: link, wire=spec.wire)
         own = [
