@@ -139,6 +139,10 @@ class CtrSamples:
             labels=torch.from_numpy(self.labels[places]),
         )
 
+    def offsets_of(self, feature: int) -> Ints:
+        """Where the bags of a feature begin, and one past the last."""
+        return self._offsets[feature]
+
     def first(self, count: int) -> CtrSamples:
         """The first `count` samples as a set of their own."""
         ends = [int(own[count]) for own in self._offsets]

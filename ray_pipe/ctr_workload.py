@@ -6,7 +6,7 @@ Path: ray_pipe.ctr_run -> ray_pipe.ctr_workload -> ray_pipe.ctr_data
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from ray_pipe.ctr_data import (
 )
 from ray_pipe.ctr_formats import guess, load
 from ray_pipe.ctr_section import SYNTHETIC, num_nodes
+from ray_pipe.ctr_small import SmallRows, SmallTables
 from ray_pipe.ctr_synthetic import SyntheticCtr, SyntheticSpec
 from ray_pipe.data import Batch, Order
 from ray_pipe.errors import ConfigError
@@ -54,8 +55,9 @@ PRUNE_CHUNKS = 4
 class ClickSet:
     """Training samples first, then the held-out ones: the order that plans count in."""
 
-    def __init__(self, samples: CtrSamples, split: Split) -> None:
+    def __init__(self, samples: CtrSamples, split: Split, small: SmallTables) -> None:
         self._samples = samples
+        self._small = small
         self._places: Ints = np.concatenate([split.train, split.test])
         self.num_train = len(split.train)
         whole = hashlib.sha256(samples.digest.encode() + self._places.tobytes())
@@ -66,7 +68,8 @@ class ClickSet:
 
     def clicks(self, ids: Sequence[int]) -> CtrBatch:
         """Dense features and bags: what stage 0 needs."""
-        return self._samples.batch(self._places[np.asarray(ids, np.int64)])
+        batch = self._samples.batch(self._places[np.asarray(ids, np.int64)])
+        return self._small.numbered(batch) if self._small.names else batch
 
     def batch(self, ids: Sequence[int]) -> Batch:
         """Labels: what the last stage needs."""
@@ -126,23 +129,46 @@ def click_task(config: RunConfig) -> ClickTask:
         split = _split(config, samples)
         samples = Scale.of(samples, split.train).scaled(samples)
         name = f"{len(samples):,} samples of {config.data.source}"
-    clicks = ClickSet(samples, split)
-    features = tuple(feature.table for feature in samples.features)
+    small = SmallTables.find(samples, split.train, at_most=embedding.replicate)
+    clicks = ClickSet(samples, split, small)
+    features = tuple(
+        feature.table for i, feature in enumerate(samples.features) if i not in small.features
+    )
+    if not features:
+        raise ConfigError(
+            f"embedding.replicate={embedding.replicate}: every table of this data has as few ids, "
+            "so that no row is left for the shards; lower it."
+        )
     shape = DLRMShape(
         num_dense=len(samples.dense_names), dims=(embedding.dim,) * len(samples.features)
     )
+    front = None
+    if small.names:
+        front = partial(
+            SmallRows,
+            num_dense=shape.num_dense,
+            names=small.names,
+            num_ids=tuple(map(len, small.ids)),
+            dim=embedding.dim,
+            init=Uniform(embedding.init),
+            seed=config.seed,
+        )
     workload = Workload(
-        costs=tuple(dlrm_flops(shape, index) for index in range(shape.num_blocks)),
-        build=partial(_build, shape, config.seed),
+        costs=tuple(
+            [1.0] * bool(small.names)
+            + [dlrm_flops(shape, index) for index in range(shape.num_blocks)]
+        ),
+        build=partial(_build, shape, front, config.seed),
         loss=ClickLoss(),
         samples=clicks,
         num_held_out=len(split.test),
         name="dlrm",
     )
-    if config.pipeline.stages > shape.num_blocks:
+    if config.pipeline.stages > workload.num_blocks:
         raise ConfigError(
-            f"--stages {config.pipeline.stages}: this click model has {shape.num_blocks} dense "
-            f"layers and each stage needs at least one; use --stages {shape.num_blocks} or fewer."
+            f"--stages {config.pipeline.stages}: this click model has {workload.num_blocks} dense "
+            f"layers and each stage needs at least one; use --stages {workload.num_blocks} or "
+            "fewer."
         )
     return ClickTask(
         workload=workload,
@@ -150,7 +176,7 @@ def click_task(config: RunConfig) -> ClickTask:
         features=features,
         shape=shape,
         best_auc=best,
-        text=f"{name}, {len(features)} features of ids, {shape.num_dense} dense",
+        text=f"{name}, {len(samples.features)} features of ids, {shape.num_dense} dense",
     )
 
 
@@ -176,8 +202,19 @@ def _split(config: RunConfig, samples: CtrSamples) -> Split:
     return split_by_seed(len(samples), test=share, seed=config.seed)
 
 
-def _build(shape: DLRMShape, seed: int, start: int, stop: int) -> nn.Module:
-    return nn.Sequential(*(dlrm_block(shape, index, seed=seed) for index in range(start, stop)))
+def _build(
+    shape: DLRMShape, front: Callable[[], nn.Module] | None, seed: int, start: int, stop: int
+) -> nn.Module:
+    """Blocks of the dense network; the rows of small tables, if there are any, are the first."""
+    shift = 0 if front is None else 1
+    return nn.Sequential(
+        *(
+            front()
+            if front is not None and index == 0
+            else dlrm_block(shape, index - shift, seed=seed)
+            for index in range(start, stop)
+        )
+    )
 
 
 def _tables(config: RunConfig, names: tuple[str, ...], workload: Workload) -> tuple[Table, ...]:

@@ -43,6 +43,7 @@ MUST_MATCH = (
     "sync.replicas",
     "sync.name",
     "sync.codec",
+    "embedding.replicate",
 )
 """Options, or whole sections, whose change makes the saved state one of another run."""
 

@@ -130,6 +130,7 @@ class Feed:
         self._beside: set[asyncio.Task[None]] = set()
         self._told: Counter[int] = Counter()
         self._told_lost = 0
+        self._is_closed = False
 
     def on_frame(self, frame: Any) -> None:
         """A letter from a shard."""
@@ -149,8 +150,13 @@ class Feed:
         else:
             if plan.step not in self._coming:
                 await self._let_go()
-            self._pull_ahead(plan)
+                self._ask(plan.step, plan.micro_batches)
             coming = self._coming.pop(plan.step)
+            if coming.pull.done():
+                # The rows are here: the network goes first, later steps are asked for beside it.
+                loop.call_soon(self._pull_ahead, plan.step)
+            else:
+                self._pull_ahead(plan.step)
             self._step, self._batch = await coming.pull, coming.batch
         self._number, self._began_s = plan.step, loop.time()
 
@@ -186,6 +192,7 @@ class Feed:
 
     def close(self) -> None:
         """Nothing more will come: let go of all tasks."""
+        self._is_closed = True
         for one in self._coming.values():
             one.pull.cancel()
             one.pull.add_done_callback(_forget)
@@ -251,17 +258,20 @@ class Feed:
 
     # --- ahead of the step ------------------------------------------------------------------------
 
-    def _pull_ahead(self, plan: StepPlan) -> None:
-        """Send the ids of this step and the next ones, and stand in line for their permits."""
-        loop = asyncio.get_running_loop()
-        last = min(plan.step + self.permits.tau + LOOKAHEAD, self.spec.num_steps - 1)
-        for number in range(plan.step, max(last, plan.step) + 1):
+    def _pull_ahead(self, step: int) -> None:
+        """Send the ids of the steps after this one, and stand in line for their permits."""
+        if self._is_closed:
+            return
+        last = min(step + self.permits.tau + LOOKAHEAD, self.spec.num_steps - 1)
+        for number in range(step + 1, last + 1):
             if number not in self._coming:
-                ids = plan.micro_batches if number == plan.step else self.spec.order.at(number)
-                batch = self._read(ids)
-                ahead = self.hybrid.announce(batch.ids)
-                pull = loop.create_task(self.hybrid.pull(ahead))
-                self._coming[number] = _Coming(batch=batch, pull=pull)
+                self._ask(number, self.spec.order.at(number))
+
+    def _ask(self, number: int, micro_batches: Sequence[Sequence[int]]) -> None:
+        batch = self._read(micro_batches)
+        ahead = self.hybrid.announce(batch.ids)
+        pull = asyncio.get_running_loop().create_task(self.hybrid.pull(ahead))
+        self._coming[number] = _Coming(batch=batch, pull=pull)
 
     async def _let_go(self) -> None:
         """Void what was pulled ahead."""
