@@ -19,6 +19,7 @@ SCRIPTS = (
     "transports.py",
     "quality_wikitext.py",
     "sync_strategies.py",
+    "hybrid.py",
     "readme.py",
 )
 

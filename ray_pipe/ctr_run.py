@@ -43,6 +43,8 @@ class Clicked(Trained):
     scores: ScoreCounts | None = None
     totals: ShardTotals = field(default_factory=ShardTotals)
     tau: int = 0
+    """The largest bound that the arm had; it moves with `--staleness auto`."""
+
     best_auc: float | None = None
     evaluations: list[tuple[float, int, float, float]] = field(default_factory=list)
     """(wall_s, step, AUC, log-loss) after each epoch."""
@@ -220,7 +222,7 @@ def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
             pipeline.deadlines.add(row.step_s)
             for event in row.events:
                 observer.on_phase(f"{one.arm.name}, step {row.step}: {event}")
-            one.tau = records[0].embedding.get("tau", one.tau)
+            one.tau = max(one.tau, records[0].embedding.get("tau", 0))
             one.client = dict(records[0].embedding)
             one.totals = pipeline.shards.totals()
             auc = {} if one.scores is None else {"auc": one.scores.auc()}

@@ -376,7 +376,8 @@ def _arm(config: RunConfig, task: ClickTask, *, label: str) -> CtrArm:
             order=order,
             num_steps=num_steps,
             capacity=embedding.capacity // embedding.shards,
-            spill=embedding.spill,
+            # Each arm has a folder: a process must not open one twice.
+            spill=None if embedding.spill is None else f"{embedding.spill}/{config.name}/{label}",
             seed=config.seed,
         ),
     )

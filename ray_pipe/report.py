@@ -201,6 +201,8 @@ def _subtitle(name: str, config: Mapping[str, Any]) -> Markup:
         ("seed", "seed {}"),
     ):
         value = next((v for k, v in flat.items() if k == ending or k.endswith("." + ending)), None)
+        if ending == "model.name" and flat.get("task") == "ctr":
+            value = "click model"
         if value not in (None, ""):
             words = text.format(value)
             facts.append(words.removesuffix("s") if value == 1 else words)

@@ -78,6 +78,8 @@ def clicks_section(results: Mapping[str, Any]) -> Markup:
         ("oldest row", "staleness_max", lambda value: MISSING if value is None else str(value)),
         ("lost pushes", "lost_pushes", lambda value: MISSING if value is None else str(value)),
     ]
+    if not any(arm.get("lost_pushes") for arm in arms):
+        columns.pop()
     head = tag("tr", *(tag("th", name, scope="col") for name in ("arm", *(c[0] for c in columns))))
     lines = [
         tag(
