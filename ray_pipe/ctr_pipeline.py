@@ -16,6 +16,7 @@ from ray_pipe.checkpoint_files import Checkpoint, CheckpointError, shard_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_workload import CtrArm
+from ray_pipe.errors import TrainingError
 from ray_pipe.pipeline import Pipeline, Records
 from ray_pipe.recovery import Failure
 from ray_pipe.shards import Shards
@@ -53,9 +54,13 @@ class CtrPipeline(Pipeline):
 
     def train(self, steps: range | None = None) -> Generator[Records, None, None]:
         """Steps with what the shards sent meanwhile, on the books of stage 0."""
-        for records in super().train(steps):
-            self.shards.step = records[0].step
-            yield self._with_shards(records)
+        try:
+            for records in super().train(steps):
+                self.shards.step = records[0].step
+                yield self._with_shards(records)
+        except TrainingError:
+            self.shards.raise_error()  # a stage that waits for a dead shard is not the cause
+            raise
 
     def settle_embeddings(self) -> dict[str, Any]:
         """Wait for the gradients that are on their way; stage 0's counts so far."""

@@ -146,6 +146,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                     label=path.name,
                     nodes=nodes(),
                     num_stages=config.pipeline.stages,
+                    max_failures=config.faults.max_failures,
                 ) as shards,
                 watch(path.name, failures) as monitor,
             ):

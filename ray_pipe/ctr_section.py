@@ -130,6 +130,11 @@ def check_ctr(config: RunConfig) -> list[str]:
     from ray_pipe import checks
 
     source, embedding = config.data.source, config.embedding
+    if config.model != type(config.model)():
+        raise ConfigError(
+            f"--model {config.model.name} and model.* are for language models; --task ctr trains a "
+            "DLRM, whose rows are as long as embedding.dim says. Leave them out."
+        )
     if source == "pydoc":
         raise ConfigError(
             "--data pydoc is text; --task ctr reads Criteo TSV, libsvm or libFM, MovieLens ratings "

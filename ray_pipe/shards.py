@@ -68,9 +68,17 @@ class Shards:
     """The actors that hold embedding rows. Leaving the block ends them."""
 
     def __init__(
-        self, num_shards: int, *, label: str, nodes: Sequence[Node], num_stages: int
+        self,
+        num_shards: int,
+        *,
+        label: str,
+        nodes: Sequence[Node],
+        num_stages: int,
+        max_failures: int = 3,
     ) -> None:
-        """Shards go round the nodes, after the stages."""
+        """Shards go round the nodes, after the stages. After `max_failures` deaths none is replaced
+        any more; -1: no limit."""
+        self._max_failures = max_failures
         self._label = f"{label}-{uuid.uuid4().hex[:4]}"
         self._num_stages = num_stages
         self._homes = [nodes[(num_stages + index) % len(nodes)] for index in range(num_shards)]
@@ -231,6 +239,11 @@ class Shards:
 
     def _replace(self, index: int, error: RayError) -> None:
         start = time.monotonic()
+        if 0 <= self._max_failures <= len(self.failures):
+            raise TrainingError(
+                f"{len(self.failures)} shards have died before it, and --max-failures is "
+                f"{self._max_failures}; if memory is short, lower --capacity or add nodes"
+            )
         with self._lock:
             assert self._spec is not None
             with contextlib.suppress(Exception):

@@ -261,6 +261,7 @@ RIPPLES = ["--replicas", "4", "--sync", "ripples", "--set"]
         (["--task", "ctr", "--data", "pydoc"], ["pydoc is text", "--data synthetic"]),
         (["--task", "ctr", "--columns", "label=x; ids=y"], ["--columns", "--data FILE.csv"]),
         (["--task", "ctr", "--transport", "refs"], ["--transport push"]),
+        (["--task", "ctr", "--model", "gpt2"], ["--model gpt2", "DLRM", "embedding.dim"]),
         (["--task", "ctr", "--recompute"], ["--recompute", "leave it out"]),
         (["--sync", "hop"], ["--sync hop", "one replica", "--replicas 2 or more"]),
         (["--replicas", "4", "--sync", "rippels"], ["'rippels'", "did you mean 'ripples'?"]),
