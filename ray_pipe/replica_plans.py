@@ -33,7 +33,8 @@ def sync_spec(config: RunConfig, codec: str, *, num_steps: int) -> SyncSpec:
         payload = "directq" if name == "quantized-adam" and codec != "fp32" else "fp32"
     group_size = sync.group_size
     if group_size is None:
-        group_size = max(2, min(4, sync.replicas))
+        # A group of all replicas would wait for the slowest, as all-reduce does.
+        group_size = max(2, min(4, sync.replicas // 2))
     local_steps = sync.local_steps
     if local_steps is None:
         local_steps = 8 if name == "local" else 1

@@ -92,7 +92,8 @@ def show_shrunk(arm: Arm, kind: str) -> str:
 def sentence(arm: Arm) -> str:
     """What the strategy did, in one line."""
     fleet = arm["replicas"]
-    facts = [f"largest gap {fleet['largest_gap']} iterations"]
+    gap = fleet["largest_gap"]
+    facts = [f"largest gap {gap} iteration{'' if gap == 1 else 's'}"]
     counts = fleet["generator"]
     facts += [f"{counts[name]:.0f} {text}" for name, text in COUNTS.items() if counts.get(name)]
     facts.append(f"{fleet['skipped']} updates skipped")

@@ -50,7 +50,7 @@ class SyncConfig:
     """Of hop: a replica that is behind may skip up to so many iterations."""
 
     group_size: int | None = None
-    """Of ripples: replicas in a group; empty: 4, or all if there are fewer."""
+    """Of ripples: replicas in a group; empty: half of them, 2 to 4."""
 
     groups: Literal["smart", "ruler", "by-node"] = "smart"
     """Of ripples: tickets of the Group Generator, or a schedule without one."""

@@ -9,6 +9,7 @@ import pytest
 
 from ray_pipe.config import RunConfig
 from ray_pipe.plans import Arm, arms_of
+from ray_pipe.replica_plans import sync_spec
 from ray_pipe.workload import gpt_workload
 from stages.plan import StepPlan, Turn
 
@@ -128,3 +129,22 @@ def test_an_evaluation_reads_held_out_samples_that_training_never_sees() -> None
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_schedule_is_the_configuration_s(schedule: str) -> None:
     assert arms(**{"pipeline.schedule": schedule})[0].plan(0).schedule == schedule
+
+
+@pytest.mark.parametrize(("replicas", "size"), [(2, 2), (4, 2), (6, 3), (8, 4), (16, 4)])
+def test_groups_of_ripples_are_smaller_than_the_fleet_where_they_can_be(
+    replicas: int, size: int
+) -> None:
+    config = RunConfig.from_dict({"sync.replicas": replicas, "sync.name": "ripples"})
+
+    assert sync_spec(config, "fp32", num_steps=9).group_size == size
+    assert sync_spec(config, "fp32", num_steps=9).warmup == 4
+
+
+def test_quantized_adam_sends_few_bits_in_every_arm_but_fp32() -> None:
+    config = RunConfig.from_dict({"sync.replicas": 2, "sync.name": "quantized-adam"})
+
+    names = [sync_spec(config, codec, num_steps=99).payload.name for codec in ("fp32", "acsgd")]
+    assert names == ["fp32", "directq+ef"]
+    given = config.with_overrides(["sync.codec=fp16"])
+    assert sync_spec(given, "fp32", num_steps=99).payload.name == "fp16+ef"
