@@ -45,6 +45,22 @@ SETTINGS = {
     "eval": "true",
     "compare": "fp32,acsgd",
 }
+OTHERS = {
+    "copies": {
+        "model.name": "gpt-nano",
+        "data.num_samples": "32",
+        "pipeline.stages": "1",
+        "pipeline.micro_batches": "2",
+        "pipeline.micro_batch_size": "2",
+        "sync.replicas": "2",
+        "sync.name": "hop",
+        "compare": "fp32",
+        "steps": "6",
+    },
+    "clicks": {"task": "ctr", "steps": "20"},
+}
+"""Short runs of the other kinds, one after the other: their panels need them."""
+
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -251,10 +267,12 @@ class Watched:
     pages: dict[str, str] = field(default_factory=dict)
     """Documents of the dashboard's pages while the job ran."""
 
-    def ask(self, expr: str, *, instant: bool = True) -> list[tuple[dict[str, str], list[float]]]:
+    def ask(
+        self, expr: str, *, instant: bool = True, run: str = RUN
+    ) -> list[tuple[dict[str, str], list[float]]]:
         """What a query of the Grafana dashboard gives, its variables filled in: labels, values."""
         filled = expr.replace("$__rate_interval", "20s").replace("$__range", WINDOW)
-        filled = filled.replace("$run", RUN).replace("$arm", ".*")
+        filled = filled.replace("$run", run).replace("$arm", ".*")
         assert "$" not in filled, filled
         found = self.prometheus.ask(filled, since=None if instant else self.since)
         return [
@@ -319,6 +337,10 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
         seen.results = json.loads((folder / "runs" / RUN / "results.json").read_text())
         last = f'last_over_time(ray_pipe_final_loss{{run="{RUN}"}}[{WINDOW}])'
         wait_for("the last scrape", lambda: len(scraper.ask(last)) == 2, timeout_s=30)
+        for run, settings in OTHERS.items():
+            job = f"{head.url}/api/jobs/{submit(head, folder, run=run, settings=settings)}"
+            end = wait_for(f"the end of {run}", ended)
+            assert end["status"] == "SUCCEEDED", end["message"]
         time.sleep(2.5)  # two more scrapes
         yield seen
 
@@ -334,16 +356,18 @@ def stage_pid(head: Head, stage: int) -> int:
     return int(pid)
 
 
-def submit(head: Head, folder: Path) -> str:
+def submit(
+    head: Head, folder: Path, *, run: str = RUN, settings: Mapping[str, str] = SETTINGS
+) -> str:
     """Submit the job as `ray job submit` does; its id."""
-    settings = [word for item in SETTINGS.items() for word in ("--set", "=".join(item))]
+    words = [word for item in settings.items() for word in ("--set", "=".join(item))]
     command = [
-        *("python", "-m", "ray_pipe.run", "--address", "auto", "--name", RUN),
-        *("--out", str(folder / "runs"), *settings),
+        *("python", "-m", "ray_pipe.run", "--address", "auto", "--name", run),
+        *("--out", str(folder / "runs"), *words),
     ]
     request: dict[str, Any] = {
         "entrypoint": " ".join(command),
-        "submission_id": f"job-{RUN}",
+        "submission_id": f"job-{run}",
         "runtime_env": {"env_vars": ENVIRONMENT},
     }
 

@@ -94,22 +94,24 @@ def test_acsgd_compresses_and_fp32_does_not(seen: rig.Watched) -> None:
     assert ratios["acsgd"] > 4.0
 
 
-PANELS = [panel.title for name, row in ROWS.items() if name != "Embeddings" for panel in row]
-"""Those of click models need one: their metrics are tried in tests/unit/test_ctr_table.py."""
+RUN_OF = {"Replicas": "copies", "Embeddings": "clicks"}
+PANELS = [(RUN_OF.get(name, rig.RUN), panel.title) for name, row in ROWS.items() for panel in row]
 
 
-@pytest.mark.parametrize("title", PANELS)
-def test_every_query_of_the_grafana_dashboard_gives_data(seen: rig.Watched, title: str) -> None:
+@pytest.mark.parametrize(("run", "title"), PANELS)
+def test_every_query_of_the_grafana_dashboard_gives_data(
+    seen: rig.Watched, run: str, title: str
+) -> None:
     (panel,) = [panel for row in ROWS.values() for panel in row if panel.title == title]
 
     for query in panel.queries:
-        series = seen.ask(query.expr, instant=panel.kind != "timeseries")
+        series = seen.ask(query.expr, instant=panel.kind != "timeseries", run=run)
         labels = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
         assert series, query.expr
         for own, values in series:
             assert set(own) == labels, query.expr
-            assert own["run"] == rig.RUN
-            assert own["arm"] in ARMS
+            assert own["run"] == run
+            assert own["arm"] in (*ARMS, "hybrid")
             assert any(math.isfinite(value) for value in values), query.expr
 
 
@@ -127,7 +129,7 @@ def test_the_dashboards_variables_offer_the_run_and_its_arms(seen: rig.Watched) 
         assert match is not None
         offered[match[2]] = seen.prometheus.label_values(match[2], match[1])
 
-    assert offered == {"run": [rig.RUN], "arm": sorted(ARMS)}
+    assert offered == {"run": sorted([rig.RUN, *rig.OTHERS]), "arm": sorted([*ARMS, "hybrid"])}
 
 
 def test_every_metric_that_is_not_rare_or_planned_was_exported(seen: rig.Watched) -> None:
