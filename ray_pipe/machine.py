@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from compressors import kernels
+from ray_pipe.doctor_probe import free_memory_nbytes
 
 
 def environment() -> dict[str, Any]:
@@ -28,13 +27,4 @@ def environment() -> dict[str, Any]:
 
 def available_bytes() -> int:
     """Memory that can still be had on this machine, within the limits of its container."""
-    found = []
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
-        found.append(int(limit) - int(used))
-    return min(found, default=1 << 62)
+    return free_memory_nbytes() or 1 << 62  # where nothing says so, there is no limit
