@@ -79,10 +79,13 @@ def test_a_host_that_dies_is_done_without_and_the_losses_are_the_same(rig: Rig) 
     assert run.process.returncode == 0, said
     assert run.losses == unbroken.losses
     failure = run.results["failures"][0]
-    assert (failure["kind"], failure["stage"], failure["replaced"]) == ("died", 2, [2])
+    # Silence is all there is to see: Ray calls it a death after its health checks, the driver no
+    # answer after its own deadline, whichever is sooner.
+    words = {"died": "stage 2 died", "hung": "stage 2 did not answer"}[failure["kind"]]
+    assert (failure["stage"], failure["replaced"]) == (2, [2])
     assert failure["source"] == "checkpoint"
     assert (failure["resumed_from"] + 1) % EVERY == 0
     assert failure["spares"] == [2]  # the one that waited on another host
     assert failure["recovery_s"] < 60
-    assert re.search(r"stage 2 died in step \d+", " ".join(said.split()))
+    assert re.search(rf"{words} in step \d+", " ".join(said.split()))
     assert time.monotonic() - killed < 150
