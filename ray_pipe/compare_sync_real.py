@@ -106,12 +106,13 @@ def trial_of(rows: Sequence[Sequence[StepRecord]], book: Mapping[str, Any], *, s
     timed = rows[1:]
     start_s = min(record.start_s for row in timed for record in row)
     ends = [max(record.end_s for record in row) - start_s for row in timed]
+    run = [record for row in timed for record in row if record.loss is not None]
+    a_step = min(record.num_tokens for record in run)  # a record may be two steps of a fast replica
     pace = []
-    for replica in sorted({record.replica for row in timed for record in row}):
-        own = [r for row in timed for r in row if r.replica == replica and r.loss is not None]
-        if own:
-            span_s = max(r.end_s for r in own) - min(r.start_s for r in own)
-            pace.append(span_s / len(own))
+    for replica in sorted({record.replica for record in run}):
+        own = [record for record in run if record.replica == replica]
+        span_s = max(record.end_s for record in own) - min(record.start_s for record in own)
+        pace.append(span_s * a_step / sum(record.num_tokens for record in own))
     losses = []
     for row in timed:
         found = [record.loss for record in row if record.loss is not None]
@@ -123,7 +124,7 @@ def trial_of(rows: Sequence[Sequence[StepRecord]], book: Mapping[str, Any], *, s
             latest = [*latest, loss][-WINDOW:]
             curve.append((end_s, statistics.mean(latest)))
     nbytes = sum(kinds.get("replica", 0) for row in timed for r in row for kinds in r.sent.values())
-    num_run = sum(record.loss is not None for row in timed for record in row)
+    num_run = sum(record.num_tokens for record in run) // a_step
     return Trial(
         num_replicas=len(book["members"]),
         slow=slow,

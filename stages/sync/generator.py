@@ -6,8 +6,9 @@ groups are disjoint and nobody waits in a circle.
 
     Group Buffer      a replica that is in a group already gets that one
     Group Division    else all idle replicas are divided, not only those who ask
-    slowdown filter   without those who are `threshold` requests behind the one who asks; a slow
-                      one who asks admits everybody, for it is there and nobody waits for it
+    slowdown filter   without those who are `threshold` requests behind the one who asks and take
+                      longer for a step than it; a slow one who asks admits everybody, for it is
+                      there and nobody waits for it
     isolation guard   groups of the last rounds must connect all; if not, the next one is a bridge
     lease             a group that is not complete in time is cancelled, those who came go on
 
@@ -18,7 +19,8 @@ the tickets of its former life.
 from __future__ import annotations
 
 import random
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +30,13 @@ from stages.sync.patience import Patience
 
 SOLO = -1
 """Number of the ticket that says: go on alone."""
+
+SLOWER = 1.5
+"""So much longer are the steps of a slow one. Who only is behind waited for others: left out for
+it, it would ask when the others have just gone on, and come at every second turn for ever."""
+
+NUM_STEPS = 5
+"""Steps by whose median a replica's time is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,14 @@ class _Member:
 
     satisfied: int = 0
     group: int | None = None
+    free_s: float | None = None
+    """When it went on to the step that it computes now."""
+
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STEPS))
+    """What its last steps took, without its waiting for others."""
+
+    step_s: float | None = None
+    """Their median."""
 
 
 @dataclass(slots=True)
@@ -112,6 +129,9 @@ class GroupGenerator:
         if number > member.request:
             member.request = number
             member.counter += 1
+            if member.free_s is not None:
+                member.steps_s.append(now - member.free_s)
+                member.step_s, member.free_s = statistics.median(member.steps_s), None
             self._guard.asked(self._members)
             if member.group is not None and replica in self._groups[member.group].arrived:
                 self._leave_group(replica, member)  # it went on without telling
@@ -131,6 +151,7 @@ class GroupGenerator:
             self._idle[replica] = None
             return self._cancel(gid, now=now, but=replica)
         group.done.add(replica)
+        member.free_s = now
         self._release(replica, member)
         if len(group.done) == len(group.members):
             self._finish(gid, group)
@@ -216,7 +237,7 @@ class GroupGenerator:
             self._parked[replica] = None
             return []
         if member.group is None and not self._divide(replica):
-            return self._solo_or_park(replica, member)
+            return self._solo_or_park(replica, member, now)
         assert member.group is not None
         return self._arrive(replica, member.group, now)
 
@@ -241,12 +262,9 @@ class GroupGenerator:
 
     def _divide(self, initiator: int) -> bool:
         """Put all idle replicas into groups; False if the initiator finds nobody."""
-        count = self._members[initiator].counter
+        member = self._members[initiator]
         others = [
-            w
-            for w in self._idle
-            if w != initiator
-            and (not self.threshold or count - self._members[w].counter < self.threshold)
+            w for w in self._idle if w != initiator and not self._is_slow(self._members[w], member)
         ]
         bridge = self._guard.bridge(initiator, self._idle)
         self.counts["bridges"] += bool(bridge)
@@ -266,6 +284,14 @@ class GroupGenerator:
             self._open(members, is_bridge=bool(bridge) and initiator in members)
         return True
 
+    def _is_slow(self, other: _Member, member: _Member) -> bool:
+        """Whether `member` had better not wait for the other one."""
+        if not self.threshold or member.counter - other.counter < self.threshold:
+            return False
+        if other.step_s is None or member.step_s is None:
+            return True
+        return other.step_s > SLOWER * member.step_s
+
     def _open(self, members: Iterable[int], *, is_bridge: bool = False) -> int:
         gid, self._next_gid = self._next_gid, self._next_gid + 1
         group = self._groups[gid] = _Group(tuple(sorted(members)), is_bridge=is_bridge)
@@ -275,12 +301,10 @@ class GroupGenerator:
         self.counts["groups"] += 1
         return gid
 
-    def _solo_or_park(self, replica: int, member: _Member) -> list[Notice]:
+    def _solo_or_park(self, replica: int, member: _Member, now: float) -> list[Notice]:
         """Alone: wait for somebody who is busy now and not slow; if there is none, go on."""
         can_wait = any(
-            other is not member
-            and other.group is not None
-            and (not self.threshold or member.counter - other.counter < self.threshold)
+            other is not member and other.group is not None and not self._is_slow(other, member)
             for other in self._members.values()
         )
         if can_wait:
@@ -288,6 +312,7 @@ class GroupGenerator:
             self.counts["parked"] += 1
             return []
         self.counts["solo"] += 1
+        member.free_s = now
         return [Notice(replica, "ticket", SOLO, members=(replica,), request=member.request)]
 
     def _serve_parked(self, now: float) -> list[Notice]:

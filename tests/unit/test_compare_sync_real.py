@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,18 @@ def test_times_are_those_of_the_median_replica_after_the_first_row() -> None:
     assert trial.curve == ((2.0, 3.0), (4.0, 3.0))
     assert trial.nbytes_per_iteration == pytest.approx(400 / 3)
     assert (trial.largest_gap, trial.num_skipped, trial.waited_s) == (3, 1, {"gate": 2.0})
+
+
+def test_a_record_of_two_steps_of_a_fast_replica_counts_as_two() -> None:
+    rows = [
+        [record(0, 0, 0.0, 9.0, 9.0), record(1, 0, 0.0, 9.0, 9.0)],
+        [replace(record(0, 1, 10.0, 12.0, 4.0), num_tokens=16)],
+        [record(0, 2, 12.0, 13.0, 4.0), record(1, 2, 10.0, 14.0, 4.0)],
+    ]
+    trial = trial_of(rows, BOOK, slow="1:4x")
+
+    assert trial.iteration_s == pytest.approx((1.0 + 4.0) / 2)
+    assert trial.nbytes_per_iteration == pytest.approx(300 / 4)
 
 
 def test_the_settings_are_good_ones_for_every_strategy() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -85,6 +87,63 @@ def test_a_slow_replica_that_asks_admits_everybody() -> None:
         made.register(replica, counter=counter, number=counter)
 
     assert group_of(ask(made, 3, 2))[1] == (0, 1, 2, 3)
+
+
+def steps_done(made: GroupGenerator, step_s: dict[int, float], until_s: float) -> Counter[int]:
+    """Replicas that compute, ask, and go on as soon as their group is complete."""
+    due = [(taken, replica) for replica, taken in step_s.items()]
+    number, steps = dict.fromkeys(step_s, 0), Counter[int]()
+    there: dict[int, set[int]] = {}
+    while due:
+        now, replica = heapq.heappop(due)
+        if now > until_s:
+            return steps
+        steps[replica] += 1
+        number[replica] += 1
+        notices = made.request(replica, number=number[replica], counter=0, now=now)
+        while notices:
+            ticket = notices.pop(0)
+            came = there.setdefault(ticket.gid, set())
+            came.add(ticket.to)
+            if came != set(ticket.members):
+                continue
+            for member in sorted(came):
+                if ticket.gid != SOLO:
+                    notices += made.done(
+                        ticket.gid, member, number=number[member], ok=True, now=now
+                    )
+                heapq.heappush(due, (now + step_s[member], member))
+            del there[ticket.gid]
+    raise AssertionError("nobody goes on")
+
+
+def one_behind() -> GroupGenerator:
+    made = GroupGenerator(group_size=2, threshold=4, isolation_rounds=0)
+    for replica, counter in ((0, 10), (1, 10), (2, 0)):
+        made.register(replica, counter=counter)
+    return made
+
+
+def test_who_is_behind_but_as_fast_as_the_others_keeps_pace_with_them() -> None:
+    steps = steps_done(one_behind(), {0: 1.0, 1: 1.0, 2: 1.0}, 40.0)
+
+    assert steps[0] - steps[2] <= 2
+
+
+def test_who_is_behind_and_slow_is_not_waited_for() -> None:
+    steps = steps_done(one_behind(), {0: 1.0, 1: 1.0, 2: 4.0}, 40.0)
+
+    assert (steps[0], steps[1]) == (40, 40)
+    assert steps[2] >= 8
+
+
+def test_mutant_by_counts_alone_who_is_behind_comes_at_every_second_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stages.sync.generator.SLOWER", 0.0)
+    steps = steps_done(one_behind(), {0: 1.0, 1: 1.0, 2: 1.0}, 40.0)
+
+    assert steps[2] <= 0.6 * steps[0]
 
 
 def test_a_replica_that_is_all_alone_goes_on() -> None:
