@@ -48,6 +48,7 @@ class Actions:
         self._lanes = lanes
         self._recorder = recorder
         self._on_point = on_point
+        self._forwards: set[asyncio.Task[None]] = set()  # that are being sent
 
     async def run(self, plan: StepPlan) -> None:
         """All actions of a step, in order, with everything sent when this returns."""
@@ -87,12 +88,16 @@ class Actions:
             assert output is not None
             self._on_point("send F", plan, micro_batch)
             keys = self._passes.keys(plan, micro_batch)
-            sends.create_task(
+            task = sends.create_task(
                 self._wiring.activation_out.send(plan.turn, micro_batch, output, keys)
             )
+            self._forwards.add(task)
+            task.add_done_callback(self._forwards.discard)
 
     async def _backward(self, plan: StepPlan, micro_batch: int, sends: asyncio.TaskGroup) -> None:
         gradient = None
+        if self._passes.feed is not None:
+            sends.create_task(self._idle(self._passes.feed))
         if self._wiring.gradient_in is not None:
             self._on_point("recv B", plan, micro_batch)
             gradient = await self._take(self._wiring.gradient_in, plan, micro_batch)
@@ -120,6 +125,12 @@ class Actions:
         await feed.ready(plan)
         if micro_batch == 0:
             self._recorder.add("wait_forward", "rows", micro_batch, start, loop.time())
+
+    async def _idle(self, feed: Source) -> None:
+        """Nothing can be computed before a gradient comes: the feed's turn, once all is sent."""
+        while self._forwards:
+            await asyncio.wait(set(self._forwards))
+        feed.idle()
 
     async def _take(self, end: ReceivingEnd, plan: StepPlan, micro_batch: int) -> Tensor:
         loop = asyncio.get_running_loop()

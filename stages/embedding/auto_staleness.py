@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 from stages.embedding.permits import MAX_AUTO_TAU, tau_for
 
-WARM_UP = 2
-"""First steps are not like the others: connections, caches, allocations."""
+FIRST_LOOK = 2
+"""Synchronous steps before the first choice. First steps are not like the others (connections,
+caches, allocations), so the shortest way counts, and the windows after it correct what is wrong;
+waiting for a whole window would cost more than a bound that is off by one for some steps."""
 
 TRY_AGAIN = 8
 """Windows after which a limit that a queue has set is tried again."""
@@ -68,7 +70,7 @@ class AutoStaleness:
         self.changes: list[TauChange] = []
         self._window = window
         self._num_seen = 0
-        self._skip = WARM_UP
+        self._skip = 0
         self._times: list[tuple[float, float, float]] = []
         self._began_s = 0.0
         self._floor: _Window | None = None  # the shortest way
@@ -82,14 +84,18 @@ class AutoStaleness:
         `pull_s` is without the wait for a permit, `step_s` the forward and backward pass alone.
         """
         self._num_seen += 1
+        if self._num_seen == 1:
+            self._began_s = now_s - pull_s - step_s - push_s
         if self._skip:
             self._skip -= 1
             self._began_s = now_s
             return None
         self._times.append((pull_s, step_s, push_s))
-        if len(self._times) < self._window:
+        is_first = self._num_seen == len(self._times)
+        if len(self._times) < (FIRST_LOOK if is_first else self._window):
             return None
-        pulls, steps, pushes = (statistics.median(part) for part in zip(*self._times, strict=True))
+        typical = min if is_first else statistics.median
+        pulls, steps, pushes = (typical(part) for part in zip(*self._times, strict=True))
         seen = _Window(
             pull_s=pulls,
             step_s=steps,

@@ -4,27 +4,31 @@ Path: ray_pipe.data -> stages.embedding.feed -> stages.embedding.hybrid
 
     await feed.ready(plan)         the rows of the step are here; those of later ones are coming
     feed.source(plan, 0)           dense features and pooled rows of a micro-batch, packed
+    feed.idle()                    the network waits for later stages: time for letters
     feed.take(0, gradient)         of that input; adds up over micro-batches
     feed.commit(plan, factor)      the dense net has moved: the gradients leave, nobody waits
     await feed.abort()             the step failed: void on every shard
 
-Steps are pulled ahead as far as permits allow. Whatever breaks the order (an evaluation, a step
-that is run again, a checkpoint) voids what was pulled ahead, so that no row is older than it may
-be. `ready`, `commit`, `abort` and `drain` belong to the event loop, the rest to the compute lane.
+Steps are pulled ahead as far as permits allow. If the rows of a step are here before it begins,
+the forward pass goes first, on the wire too: gradients of the step before and ids of later ones
+are written and sent when the network waits (`idle`), which they would otherwise delay.
+
+Whatever breaks the order (an evaluation, a step that is run again, a checkpoint) voids what was
+pulled ahead, so that no row is older than it may be. `ready`, `idle`, `commit`, `abort` and
+`drain` belong to the event loop, the rest to the compute lane.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from netsim.link import LinkLike
 from stages.embedding.auto_staleness import AutoStaleness
@@ -32,6 +36,7 @@ from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.hybrid import Hybrid, Step
 from stages.embedding.permits import Permits
 from stages.embedding.row_errors import NonFiniteGradientError
+from stages.embedding.step_clicks import ClickSamples, StepClicks
 from stages.plan import StepPlan
 
 LOOKAHEAD = 2
@@ -44,50 +49,12 @@ AUTO_WINDOW = 4
 """Steps between two looks of `staleness: auto`; those before the first are synchronous."""
 
 
-class Bag(Protocol):
-    """Ids of one feature: sample i has `ids[offsets[i]:offsets[i + 1]]`."""
-
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def offsets(self) -> Tensor: ...
-
-
-class Clicks(Protocol):
-    """Samples with dense features and a bag of ids for each feature."""
-
-    @property
-    def dense(self) -> Tensor: ...
-    @property
-    def bags(self) -> Sequence[Bag]: ...
-
-
-class ClickSamples(Protocol):
-    """What stage 0 needs of the data."""
-
-    def clicks(self, ids: Sequence[int]) -> Clicks: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _Coming:
     """A step whose ids are on their way, and perhaps its rows."""
 
-    batch: _Batch
+    batch: StepClicks
     pull: asyncio.Task[Step]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Batch:
-    """The samples of a step, and where each micro-batch and each feature is in them."""
-
-    clicks: Clicks
-    starts: list[int]
-    """Sample with which each micro-batch begins, and one past the last."""
-
-    first: list[int]
-    """Place of each feature's first id among the ids of its table."""
-
-    ids: dict[str, np.ndarray[Any, Any]]
 
 
 class Feed:
@@ -122,12 +89,14 @@ class Feed:
         self._samples = samples
         self._coming: dict[int, _Coming] = {}
         self._step: Step | None = None
-        self._batch: _Batch | None = None
+        self._batch: StepClicks | None = None
         self._number = -1
         self._graphs: dict[int, list[Tensor]] = {}
         self._began_s = 0.0
         self._num_changes = 0
         self._beside: set[asyncio.Task[None]] = set()
+        self._unpushed: list[Callable[[], None]] = []
+        self._ask_after: int | None = None
         self._told: Counter[int] = Counter()
         self._told_lost = 0
         self._is_closed = False
@@ -145,18 +114,16 @@ class Feed:
         loop = asyncio.get_running_loop()
         if not plan.train:
             await self.drain()
-            batch = self._read(plan.micro_batches)
+            batch = StepClicks.read(self._samples, plan.micro_batches, self.spec.features)
             self._step, self._batch = await self.hybrid.read(batch.ids), batch
         else:
             if plan.step not in self._coming:
                 await self._let_go()
                 self._ask(plan.step, plan.micro_batches)
             coming = self._coming.pop(plan.step)
-            if coming.pull.done():
-                # The rows are here: the network goes first, later steps are asked for beside it.
-                loop.call_soon(self._pull_ahead, plan.step)
-            else:
-                self._pull_ahead(plan.step)
+            self._ask_after = plan.step
+            if not coming.pull.done():
+                self.idle()
             self._step, self._batch = await coming.pull, coming.batch
         self._number, self._began_s = plan.step, loop.time()
 
@@ -167,8 +134,19 @@ class Feed:
         self._graphs.clear()
         if step is None or not plan.train:
             return
-        step.step_s = asyncio.get_running_loop().time() - self._began_s
-        self._spawn(self._push(step, plan, skipped=factor == 0.0))
+        step.ended_s = asyncio.get_running_loop().time()
+        step.step_s = step.ended_s - self._began_s
+        self._unpushed.append(partial(self._push_beside, step, plan, skipped=factor == 0.0))
+        following = self._coming.get(plan.step + 1)
+        if following is None or not following.pull.done():
+            self.idle()
+
+    def idle(self) -> None:
+        """The network has nothing to do: do what was put off for its sake."""
+        self._push_all()
+        after, self._ask_after = self._ask_after, None
+        if after is not None:
+            self._pull_ahead(after)
 
     def finish(self) -> None:
         """An evaluation is over."""
@@ -179,12 +157,14 @@ class Feed:
         """The step failed; it and all that was pulled after it is void, permits are home."""
         step, self._step = self._step, None
         self._graphs.clear()
+        self._push_all()
         if step is not None and step.ticket in self.permits.held:
             await self.hybrid.void(step)
         await self._let_go()
 
     async def drain(self) -> None:
         """Wait until every gradient has arrived; nothing is under way then."""
+        self._push_all()
         await self._let_go()
         while self._beside:
             await asyncio.wait(set(self._beside))
@@ -199,6 +179,7 @@ class Feed:
         for task in self._beside:
             task.cancel()
         self._coming.clear()
+        self._unpushed.clear()
 
     def nudge(self, shard: int) -> None:
         """A shard has a new process: ask it now what the old one did not answer."""
@@ -210,21 +191,12 @@ class Feed:
         """The input of the first block: dense features, then one pooled vector a feature."""
         assert self._step is not None
         assert self._batch is not None
-        batch, step = self._batch, self._step
-        start, stop = batch.starts[micro_batch], batch.starts[micro_batch + 1]
-        pooled = []
         with torch.set_grad_enabled(plan.train):
-            for place, (table, bag) in enumerate(
-                zip(self.spec.features, batch.clicks.bags, strict=True)
-            ):
-                offsets = bag.offsets[start : stop + 1]
-                low, high = int(offsets[0]), int(offsets[-1])
-                first = batch.first[place]
-                index = step.index[table][first + low : first + high]
-                pooled.append(pool(step.rows[table], index, offsets - low))
+            dense, pooled = self._batch.pooled(
+                micro_batch, self.spec.features, self._step.rows, self._step.index
+            )
         if plan.train:
             self._graphs[micro_batch] = pooled
-        dense = batch.clicks.dense[start:stop]
         return torch.cat([dense, *(vector.detach() for vector in pooled)], dim=1)
 
     def take(self, micro_batch: int, gradient: Tensor) -> None:
@@ -268,13 +240,14 @@ class Feed:
                 self._ask(number, self.spec.order.at(number))
 
     def _ask(self, number: int, micro_batches: Sequence[Sequence[int]]) -> None:
-        batch = self._read(micro_batches)
+        batch = StepClicks.read(self._samples, micro_batches, self.spec.features)
         ahead = self.hybrid.announce(batch.ids)
         pull = asyncio.get_running_loop().create_task(self.hybrid.pull(ahead))
         self._coming[number] = _Coming(batch=batch, pull=pull)
 
     async def _let_go(self) -> None:
         """Void what was pulled ahead."""
+        self._ask_after = None
         coming, self._coming = self._coming, {}
         for one in coming.values():
             one.pull.cancel()
@@ -282,6 +255,17 @@ class Feed:
             (done,) = await asyncio.gather(one.pull, return_exceptions=True)
             if isinstance(done, Step):
                 await self.hybrid.void(done)
+
+    def _push_all(self) -> None:
+        """The gradients of steps that have ended leave now."""
+        unpushed, self._unpushed = self._unpushed, []
+        for push in unpushed:
+            push()
+
+    def _push_beside(self, step: Step, plan: StepPlan, *, skipped: bool) -> None:
+        task = asyncio.get_running_loop().create_task(self._push(step, plan, skipped=skipped))
+        self._beside.add(task)
+        task.add_done_callback(self._ended)
 
     async def _push(self, step: Step, plan: StepPlan, *, skipped: bool) -> None:
         try:
@@ -306,26 +290,6 @@ class Feed:
             )
         self._num_changes = len(changes)
 
-    def _read(self, micro_batches: Sequence[Sequence[int]]) -> _Batch:
-        clicks = self._samples.clicks([sample for part in micro_batches for sample in part])
-        starts = [0]
-        for part in micro_batches:
-            starts.append(starts[-1] + len(part))
-        first: list[int] = []
-        ids: dict[str, list[Any]] = {}
-        sizes: Counter[str] = Counter()
-        for table, bag in zip(self.spec.features, clicks.bags, strict=True):
-            first.append(sizes[table])
-            ids.setdefault(table, []).append(bag.ids.numpy())
-            sizes[table] += len(bag.ids)
-        joined: Mapping[str, Any] = {name: np.concatenate(parts) for name, parts in ids.items()}
-        return _Batch(clicks=clicks, starts=starts, first=first, ids=dict(joined))
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._beside.add(task)
-        task.add_done_callback(self._ended)
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._beside.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -336,13 +300,3 @@ def _forget(task: asyncio.Task[Step]) -> None:
     """An error that nobody waits for any more."""
     if not task.cancelled():
         task.exception()
-
-
-def pool(rows: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """The sum of each sample's rows; an empty bag is zeros."""
-    num = len(offsets) - 1
-    if len(index) == num and torch.equal(offsets, torch.arange(num + 1)):
-        return rows.index_select(0, index)  # one id each, as most features are
-    if not len(rows):
-        return rows.new_zeros(num, rows.shape[1])
-    return functional.embedding_bag(index, rows, offsets, mode="sum", include_last_offset=True)

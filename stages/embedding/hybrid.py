@@ -76,6 +76,9 @@ class Step:
     step_s: float = 0.0
     """Forward and backward; `run` measures it, others may say it before they push."""
 
+    ended_s: float | None = None
+    """When they ended, if the push began later than that."""
+
     @property
     def ticket(self) -> int:
         return self.ahead.ticket
@@ -184,7 +187,7 @@ class Hybrid:
         A gradient that is not finite is refused by table and id before anything is sent, and the
         step is void on every shard.
         """
-        asked_s = asyncio.get_running_loop().time()
+        asked_s = step.ended_s or asyncio.get_running_loop().time()
         try:
             packets = [self._gradients(step, shard) for shard in range(len(self._asking.links))]
         except BaseException:

@@ -24,8 +24,8 @@ from ray_pipe.models.dlrm import dlrm_blocks
 from ray_pipe.plans import optim_spec
 from ray_pipe.shards import Shards
 from ray_pipe.trainer import Silent
-from stages.embedding.feed import pool
 from stages.embedding.row_store import RowStore
+from stages.embedding.step_clicks import pool
 from stages.loss import binary_cross_entropy
 from stages.optim import make_optimizer, set_lr
 

@@ -34,12 +34,28 @@ def feed(auto: AutoStaleness, num: int, **times: float) -> list[int]:
     return took
 
 
-def test_after_one_window_the_bound_covers_the_round_trip() -> None:
+def test_after_two_steps_the_bound_covers_the_round_trip() -> None:
     auto = AutoStaleness()
 
-    assert feed(auto, 9, pull_s=0.100, step_s=0.025, push_s=0.075) == []
-    assert feed(auto, 41, pull_s=0.100, step_s=0.025, push_s=0.075) == [7]
+    assert feed(auto, 1, pull_s=0.100, step_s=0.025, push_s=0.075) == []
+    assert feed(auto, 1, pull_s=0.100, step_s=0.025, push_s=0.075) == [7]
+    assert feed(auto, 48, pull_s=0.100, step_s=0.025, push_s=0.075) == []
     assert auto.changes[0].why == "175.0 ms to shards and back, 25.0 ms a step"
+
+
+def test_a_first_step_that_is_ten_times_as_slow_does_not_choose_the_bound() -> None:
+    auto = AutoStaleness()
+    feed(auto, 1, pull_s=1.0, step_s=0.250, push_s=0.75)
+
+    assert feed(auto, 49, pull_s=0.100, step_s=0.025, push_s=0.075) == [7]
+
+
+def test_a_first_choice_from_two_slow_steps_is_corrected_by_the_next_window() -> None:
+    auto = AutoStaleness(window=4)
+    feed(auto, 2, pull_s=0.100, step_s=0.100, push_s=0.075)
+    assert auto.tau == 2
+
+    assert feed(auto, 3 + 4, pull_s=0.100, step_s=0.025, push_s=0.075) == [7]
 
 
 def test_where_rows_are_near_everything_stays_synchronous() -> None:

@@ -17,12 +17,13 @@ from netsim.link import Link
 from netsim.shaper import Uplink
 from netsim.topology import LinkSpec
 from stages.embedding.embedding_spec import EmbeddingSpec
-from stages.embedding.feed import Feed, pool
+from stages.embedding.feed import Feed
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits
 from stages.embedding.row_rules import Sgd, Uniform
 from stages.embedding.shard import Shard
 from stages.embedding.shard_server import ShardServer
+from stages.embedding.step_clicks import pool
 from stages.embedding.tables import Table
 from stages.plan import StepPlan
 
@@ -111,6 +112,7 @@ class Bench:
         plan = self.plan(number)
         await self.feed.ready(plan)
         sources = [self.feed.source(plan, m) for m in range(2)]
+        self.feed.idle()
         await asyncio.sleep(work_s)
         for m, source in enumerate(sources):
             self.feed.take(m, torch.full_like(source, gradient))
@@ -199,6 +201,43 @@ def test_auto_measures_some_synchronous_steps_then_takes_the_permits_that_hide_t
         )
 
     drive(main, spec(tau=None))
+
+
+def test_when_the_next_rows_are_here_gradients_leave_behind_the_forward_pass() -> None:
+    """Stage 0's uplink and loop belong to the activations first, then to the shards."""
+
+    async def main(bench: Bench) -> None:
+        def num_letters() -> int:
+            return sum(link.messages["embedding"] for link in bench.there)
+
+        await bench.step(0, work_s=0.5)  # long enough for the rows of step 1
+        before = num_letters()
+        await asyncio.sleep(0.01)
+        assert num_letters() == before
+        await bench.feed.ready(bench.plan(1))
+        await asyncio.sleep(0.01)
+        assert num_letters() == before
+        bench.feed.idle()
+        await asyncio.sleep(0.01)
+        assert num_letters() >= before + 2  # a push to each shard, and ids
+        await bench.feed.abort()
+        await bench.feed.drain()
+        assert [shard.version for shard in bench.shards] == [1, 1]
+
+    drive(main, spec(tau=4))
+
+
+@pytest.mark.parametrize("ending", ["drain", "abort"])
+def test_gradients_that_were_put_off_leave_when_the_run_stops(ending: str) -> None:
+    async def main(bench: Bench) -> None:
+        await bench.step(0, work_s=0.5)
+        await getattr(bench.feed, ending)()
+        await bench.feed.drain()
+
+        assert [shard.version for shard in bench.shards] == [1, 1]
+        assert bench.feed.permits.in_use == 0
+
+    drive(main, spec(tau=4))
 
 
 def test_an_abort_voids_the_step_and_what_was_pulled_ahead_and_the_step_can_run_again() -> None:
