@@ -201,8 +201,8 @@ class StageActors:
         return remote_stage(index, name=name, num_gpus=self.placement.num_gpus, strategy=strategy)
 
     def _start_spare(self, node: Node) -> Any:
-        from stages.actor import SPARE
         from stages.remote import remote_stage
+        from stages.stage_process import SPARE
 
         self._num_spares += 1
         name = f"ray_pipe/{self._label}/spare-{self._num_spares}"

@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from stages.actor import SPARE, StageActor
+from stages.actor import StageActor
+from stages.stage_process import SPARE
 
 CONCURRENCY = {"net": 1, "control": 1, "save": 1, "carry": 32}
 GROUPS = {

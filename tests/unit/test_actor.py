@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -13,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 pytest.importorskip("ray")
 
 from local_pipeline import Bench, acsgd
 
-from stages import actor as actor_module
-from stages.actor import SPARE, StageActor
+from stages.actor import StageActor
+from stages.stage_process import SPARE
 
 
 class Context:
@@ -33,8 +33,8 @@ BENCH = Bench(num_stages=1, activation=acsgd())
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StageActor]:
     """A stage that is alone in its pipeline, outside Ray."""
-    monkeypatch.setattr(actor_module.ray, "get_runtime_context", Context)
-    monkeypatch.setattr(actor_module.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
     made = StageActor(0)
     spec = BENCH.specs()[0]
     made.setup(_with(spec, generation=7, black_box=str(tmp_path), run="r"), BENCH.data())
@@ -58,8 +58,7 @@ def heard(actor: StageActor, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
 
 
 def settle(actor: StageActor) -> None:
-    done = functools.partial(time.monotonic)
-    actor._loop.submit(actor_module._on_loop(done)).result(60)
+    actor._do(time.monotonic)
 
 
 def test_frames_of_another_generation_are_dropped(
@@ -77,7 +76,7 @@ def test_frames_of_another_generation_are_dropped(
 def test_frames_that_come_before_the_stage_is_set_up_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(actor_module.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
     bare = StageActor(0)
 
     bare.deliver(1, 7, b"early")
@@ -123,8 +122,8 @@ def test_a_new_process_finds_the_box_of_the_old_one(
 def test_a_folder_that_cannot_be_used_is_told_and_the_stage_works_without_a_box(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(actor_module.ray, "get_runtime_context", Context)
-    monkeypatch.setattr(actor_module.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
     (tmp_path / "file").write_text("no folder")
     bare = StageActor(0)
     spec = _with(BENCH.specs()[0], black_box=str(tmp_path / "file"), run="r")

@@ -24,7 +24,9 @@ MAY_IMPORT = {
 }
 SPEAK_RAY = {
     "stages.sync.generator_actor",
-    "stages.actor",
+    "stages.actor_probes",
+    "stages.actor_saving",
+    "stages.stage_process",
     "stages.remote",
     "stages.embedding.shard_actor",
     "ray_pipe.cluster",

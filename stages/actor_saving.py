@@ -1,0 +1,103 @@
+"""Calls of a stage's actor that save its state, and bring it back.
+
+Path: stages.actor -> stages.actor_saving -> stages.state
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from stages.record import StepRecord
+from stages.stage_process import StageProcess
+from stages.state import StageState
+from stages.storage import Folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a stage can go back to, and what it did in the steps that its box remembers."""
+
+    live: int | None
+    box: tuple[int, ...]
+    records: tuple[StepRecord, ...]
+
+
+class SavingCalls(StageProcess):
+    """Checkpoints; and after a failure the driver asks who has what, and where to go on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer of this stage."""
+        return self.stage.compute.state_dict()
+
+    def save_state(self) -> Any:
+        """The stage between two steps, as the bytes of a safetensors file in a numpy array."""
+        state = self._loop.submit(self.stage.save_state()).result()
+        return np.frombuffer(state.to_bytes(), dtype=np.uint8)
+
+    def keep_state(self, key: str, step: int) -> str:
+        """Copy the stage after a step, for `write_kept`; training goes on at once.
+
+        If that step was aborted the state is another one, and is refused. Stage 0 of a click model
+        waits for its gradients first, and has the shards keep theirs.
+        """
+        if self.stage.feed is not None:
+            self._loop.submit(self.stage.feed.drain()).result()
+            shards = [actor for node, actor in self._peers.items() if node >= self.stage.num_stages]
+            ray.get([actor.keep.remote(key) for actor in shards])
+        state = self._loop.submit(self.stage.save_state()).result()
+        if state.step != step:
+            raise RuntimeError(f"it has committed step {state.step}, not {step}")
+        self._kept[key] = state
+        return key
+
+    def write_kept(self, key: str, folder: str | None, name: str) -> Any:
+        """Write what was kept to a file, beside training: its `FileNote`.
+
+        Without a folder (none that this machine sees too), its bytes.
+        """
+        state = self._kept.pop(key)
+        if folder is None:
+            return np.frombuffer(state.to_bytes(), dtype=np.uint8)
+        return Folder(folder).write(name, state.chunks())
+
+    def sees(self, folder: str, name: str, token: bytes) -> bool:
+        """Whether a file that the driver wrote is the same here: storage is shared."""
+        try:
+            return Folder(folder).read(name) == token
+        except OSError:
+            return False
+
+    def load_state(self, saved: Any) -> int:
+        """Become what `save_state` returned; returns the step that was committed last."""
+        state = StageState.from_bytes(np.asarray(saved).tobytes())
+        self._loop.submit(self.stage.load_state(state)).result()
+        if self.stage.keeper is not None:
+            self._loop.submit(self.stage.keeper.start_over()).result()
+        return state.step
+
+    def status(self) -> Status:
+        """What this stage can go back to; ends what an abort has left."""
+
+        async def look() -> tuple[int | None, list[int], list[StepRecord]]:
+            await self.stage.settle()
+            keeper = self.stage.keeper
+            if keeper is None:
+                return self.stage.intact, [], []
+            await keeper.settled()
+            return self.stage.intact, keeper.steps(), keeper.records()
+
+        live, steps, records = self._loop.submit(look()).result()
+        return Status(live=live, box=tuple(steps), records=tuple(records))
+
+    def restore(self, step: int, saved: Any = None) -> None:
+        """Go back to a step: as it is, from the black box, or from what `save_state` returned."""
+        stage = self.stage
+        if saved is not None:
+            self.load_state(saved)
+        elif stage.intact != step:
+            assert stage.keeper is not None
+            self._loop.submit(stage.keeper.restore(step)).result()
