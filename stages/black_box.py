@@ -79,8 +79,8 @@ class BlackBox:
         self._log = RowLog(self._folders[-1])
         self._positions: dict[int, Position] = {}  # by step
         self._is_closed = False
-        self.on_write: Callable[[str], None] | None = None
-        """Told the name of each part before it is written, for tests that stop there."""
+        self.on_write: Callable[[str, int], None] | None = None
+        """Told each part and its step before it is written, for tests that stop there."""
 
         try:
             for step in self.steps():
@@ -99,7 +99,7 @@ class BlackBox:
         if old is not None:
             self._positions.pop(old, None)
         os.pwrite(fd, bytes(MARK.size), 0)
-        self._tell("rows")
+        self._tell("rows", image.step)
         try:
             position = self._log.append(image.changes)
         except RowLogError as error:
@@ -108,13 +108,13 @@ class BlackBox:
         table = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in arrays.items()}
         body = {"step": image.step, "rows": position, "arrays": table, "notes": image.notes}
         notes = json.dumps(body).encode()
-        self._tell("arrays")
+        self._tell("arrays", image.step)
         crc, at = zlib.crc32(notes), write_all(fd, [notes], MARK.size)
         for tensor in arrays.values():
             raw = as_bytes(tensor)
             at = write_all(fd, [raw], at)
             crc = zlib.crc32(raw, crc)
-        self._tell("mark")
+        self._tell("mark", image.step)
         head = MARK.pack(MAGIC, image.step, len(notes), crc, 0)[:-4]
         os.pwrite(fd, head + struct.pack("<I", zlib.crc32(head)), 0)
         self._positions[image.step] = position
@@ -243,9 +243,9 @@ class BlackBox:
             raise BoxError(f"step {step} of the black box {self.folder}: {error}") from error
         return body, MARK.size + length, zlib.crc32(raw)
 
-    def _tell(self, part: str) -> None:
+    def _tell(self, part: str, step: int) -> None:
         if self.on_write is not None:
-            self.on_write(part)
+            self.on_write(part, step)
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

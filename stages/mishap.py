@@ -69,20 +69,22 @@ class Mishaps:
     ) -> None:
         self._waiting = list(mishaps)
         self._strike = strike
-        self._now: tuple[int, int] = (-1, -1)
+        self._attempts: dict[int, int] = {}  # the latest, by step
 
     def on_point(self, point: str, plan: StepPlan) -> None:
         """`Stage.on_point`."""
-        self._now = (plan.step, plan.attempt)
-        self._look(point)
+        self._attempts[plan.step] = plan.attempt
+        self._look(point, plan.step)
 
-    def on_write(self, part: str) -> None:
-        """`BlackBox.on_write`: a box is written behind the step that it belongs to."""
-        self._look(f"box {part}")
+    def on_write(self, part: str, step: int) -> None:
+        """`BlackBox.on_write`: a box is written behind the step that it belongs to, when the next
+        one may have begun."""
+        self._look(f"box {part}", step)
 
-    def _look(self, point: str) -> None:
+    def _look(self, point: str, step: int) -> None:
+        now = (point, step, self._attempts.get(step))
         for mishap in self._waiting:
-            if (mishap.point, mishap.step, mishap.attempt) == (point, *self._now):
+            if (mishap.point, mishap.step, mishap.attempt) == now:
                 self._waiting.remove(mishap)
                 self._strike(mishap.deed)
                 return

@@ -88,7 +88,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_step_before(
 ) -> None:
     box = filled(tmp_path / "b", steps)
 
-    def die(name: str) -> None:
+    def die(name: str, step: int) -> None:
         if name == part:
             raise Killed
 
