@@ -14,15 +14,22 @@ enum class Status : uint8_t { ok, conflict, full, pending, nonfinite, needs_inde
 
 constexpr uint64_t kIdle = ~uint64_t{0};  // a registration that holds nothing back
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
+// The empty statement is what keeps a prefetch: GCC takes a function that does nothing else for one
+// without effect, and drops calls of it that it has not inlined yet.
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p, 0, 3);
+  asm volatile("" : : "r"(p));
+}
+inline void prefetch_write(const void* p) {
+  __builtin_prefetch(p, 1, 3);
+  asm volatile("" : : "r"(p));
+}
 
 // Every line of [p, p + n): a row whose first line alone is fetched still misses on the rest.
 inline void prefetch_lines(const void* p, size_t n) {
   const auto first = reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63};
   const auto last = reinterpret_cast<uintptr_t>(p) + n;
-  for (uintptr_t line = first; line < last; line += 64)
-    __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 3);
+  for (uintptr_t line = first; line < last; line += 64) prefetch(reinterpret_cast<const void*>(line));
 }
 
 inline void relax() {
@@ -89,6 +96,7 @@ enum class Mutant {
   no_probe_bound,           // probes do not stop after one tour
   reused_slot_unchecked,    // a commit does not ask whose row the slot holds
   failed_unpublished,       // a failed validation keeps its stamp to itself
+  first_candidate_only,     // a slot that was returned under a reader ends its search in a bucket
 };
 extern std::atomic<Mutant> mutant;
 void protocol_point();

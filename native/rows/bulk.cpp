@@ -30,65 +30,85 @@ Found search(Txn& txn, Table& table, int64_t key) {
   return get.found;
 }
 
-constexpr size_t kMostLines = 32;
+constexpr size_t kAhead = 32;
+constexpr size_t kBlock = 512;       // keys of one pass: what is noted of them stays near
+constexpr int kRounds = 4;           // buckets beyond the home, before the general way is taken
+constexpr size_t kMostLines = 256;   // of rows asked for ahead: half of a small first-level cache
 
-// Calls use(i, slot, row) for each key, `group` keys under way at a time: buckets of the next group
-// and versions of this one are asked for before they are used.
+// Calls use(i, slot, row) for each key, in order. Two passes over a block of keys, each with the
+// lines of `group` keys asked for ahead: first the buckets, then the rows. What is usually so is a
+// branch, not a choice of values: behind a predicted branch the core goes on to the next keys while
+// this one's line is still on its way.
 template <class Use>
 void for_each_row(Txn& txn, Table& table, const int64_t* keys, const size_t n, const size_t group,
                   Use use) {
   struct Asked {
     uint64_t tag;
-    Bucket* bucket;
+    Bucket* bucket;  // nullptr: the key is absent
   };
-  Asked asked[2][kMostLines];
-  Word* slots[kMostLines];
-  const Version* rows[kMostLines];
-  Get further[kMostLines];  // keys that are not in their home bucket: one in ten at this load
+  Asked asked[kBlock];
+  Word* slots[kBlock];
+  const Version* rows[kBlock];
+  uint16_t further[kBlock];  // keys that are not in their home bucket: one in sixteen when full
   const uint64_t snapshot = txn.snapshot();
-  const size_t lines = (table.full_bytes() + 63 + 32) / 64;  // cells begin at multiples of 16
-  const auto ask = [&table, keys, n, group](size_t from, Asked* to) {
-    const size_t end = std::min(n, from + group);
-    for (size_t i = from; i < end; ++i, ++to) {
-      const uint64_t hash = table.hash(keys[i]);
-      const Segment& segment = table.segment(hash);
-      to->tag = tag_of(hash);
-      to->bucket = segment.buckets + segment.home(hash);
-      prefetch(to->bucket);
-    }
+  const size_t bytes = table.full_bytes();
+  const size_t buckets_ahead = std::min(group, kBlock);
+  const size_t rows_ahead = std::clamp<size_t>(kMostLines / (bytes / 64 + 1), 1, buckets_ahead);
+  const auto look = [&](size_t i) {  // true: this bucket decides; without a row the general way does
+    rows[i] = nullptr;
+    const uint32_t found = matches(*asked[i].bucket, asked[i].tag);
+    if (!found) return false;
+    slots[i] = &asked[i].bucket->slots[__builtin_ctz(found)];
+    POINT();
+    const uint64_t word = slots[i]->load(std::memory_order_acquire);
+    if (word >> 48 == asked[i].tag) rows[i] = version_of(word);
+    else if (MUTANT(first_candidate_only)) return false;
+    return true;  // no row: returned or reused since, and another slot may have the tag too
   };
-  int turn = 0;
-  ask(0, asked[0]);
-  for (size_t from = 0; from < n; from += group, turn ^= 1) {
-    const size_t here = std::min(n - from, group);
-    const Asked* now = asked[turn];
-    uint32_t waiting = 0;
-    for (size_t i = 0; i < here; ++i) {
-      const uint32_t found = matches(*now[i].bucket, now[i].tag);
-      slots[i] = &now[i].bucket->slots[found ? __builtin_ctz(found) : 0];
-      const uint64_t word = slots[i]->load(std::memory_order_acquire);
-      rows[i] = word >> 48 == now[i].tag ? version_of(word) : nullptr;
-      if (rows[i]) {
-        const char* line = reinterpret_cast<const char*>(rows[i]);
-        for (size_t l = 0; l < lines; ++l) prefetch(line + 64 * l);
-      } else {
-        further[i] = Get(txn, table, keys[from + i], false);
-        if (!further[i].step()) waiting |= uint32_t{1} << i;
-      }
+  const auto go_on = [&](size_t from, size_t i) {  // to the next bucket, if there may be more
+    Bucket*& bucket = asked[i].bucket;
+    const bool more = bucket->header.load(std::memory_order_acquire) & kOverflow;
+    if (more) {
+      const Segment& segment = table.segment(table.hash(keys[from + i]));
+      bucket = segment.buckets + segment.after(static_cast<uint32_t>(bucket - segment.buckets));
+      prefetch(bucket);
+    } else {
+      bucket = nullptr;
     }
-    ask(from + group, asked[turn ^ 1]);
-    while (waiting)
-      for (uint32_t left = waiting; left; left &= left - 1) {
-        const int i = __builtin_ctz(left);
-        if (further[i].step()) waiting &= ~(uint32_t{1} << i);
-      }
+    return more;
+  };
+  const auto ask_row = [&](size_t i) {
+    if (rows[i]) prefetch_lines(rows[i], bytes);
+  };
+  for (size_t from = 0; from < n; from += kBlock) {
+    const size_t here = std::min(n - from, kBlock);
     for (size_t i = 0; i < here; ++i) {
+      const uint64_t hash = table.hash(keys[from + i]);
+      const Segment& segment = table.segment(hash);
+      asked[i] = {tag_of(hash), segment.buckets + segment.home(hash)};
+    }
+    for (size_t i = 0; i < std::min(here, buckets_ahead); ++i) prefetch(asked[i].bucket);
+    size_t num_further = 0;
+    for (size_t i = 0; i < here; ++i) {
+      if (i + buckets_ahead < here) prefetch(asked[i + buckets_ahead].bucket);
+      if (!look(i) && go_on(from, i)) further[num_further++] = static_cast<uint16_t>(i);
+    }
+    for (int round = 0; num_further && round < kRounds; ++round) {
+      size_t left = 0;
+      for (size_t f = 0; f < num_further; ++f)
+        if (const uint16_t i = further[f]; !look(i) && go_on(from, i)) further[left++] = i;
+      num_further = left;
+    }
+    for (size_t i = 0; i < std::min(here, rows_ahead); ++i) ask_row(i);
+    for (size_t i = 0; i < here; ++i) {
+      if (i + rows_ahead < here) ask_row(i + rows_ahead);
       const Version* row = rows[i];
-      if (!row) {
-        use(from + i, further[i].found.slot, further[i].found.row);
-      } else if (row->key == keys[from + i] && row->stamp() <= snapshot) {
-        use(from + i, slots[i], row->absent() ? nullptr : row);
-      } else {
+      if (row && row->key == keys[from + i] && row->stamp() <= snapshot && !row->absent())
+          [[likely]] {
+        use(from + i, slots[i], row);
+      } else if (!asked[i].bucket) {
+        use(from + i, nullptr, nullptr);
+      } else {  // far from home, another key of this tag, an older version, a tombstone
         const Found found = search(txn, table, keys[from + i]);
         use(from + i, found.slot, found.row);
       }
@@ -107,10 +127,9 @@ size_t multi_get(Store& store, Table& table, const int64_t* keys, size_t n, floa
   size_t spilled = 0;
   const size_t dim = table.config.dim;
   if (group > 1) {
-    for_each_row(txn, table, keys, n, std::min(group, kMostLines),
-                 [&](size_t i, Word*, const Version* row) {
-                   give(table, row, out + i * dim, seen[i], spilled);
-                 });
+    for_each_row(txn, table, keys, n, group, [&](size_t i, Word*, const Version* row) {
+      give(table, row, out + i * dim, seen[i], spilled);
+    });
     return spilled;
   }
   for (size_t i = 0; i < n; ++i) {  // what a plain hash table does: find, then copy
@@ -182,7 +201,7 @@ LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, f
       shorten_queue(table);
       first_touch = table.recency.end();
     }
-    for_each_row(txn, table, keys, n, kMostLines, [&](size_t i, Word* slot, const Version* row) {
+    for_each_row(txn, table, keys, n, kAhead, [&](size_t i, Word* slot, const Version* row) {
       give(table, row, out + i * dim, seen[i], spilled);
       if (!row) {
         missing.push_back(keys[i]);

@@ -11,6 +11,10 @@
 
 #include "memory.hpp"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace ray_pipe::rows {
 
 using Word = std::atomic<uint64_t>;
@@ -75,13 +79,15 @@ inline uint64_t tag_of(uint64_t hash) {
 // Pairs of words at a time. The halves of an aligned load are whole on every x86-64, and loads
 // acquire; the sanitiser cannot know and gets the plain loop.
 inline uint32_t matches(const Bucket& bucket, uint64_t tag) {
-  using Pair = uint64_t __attribute__((vector_size(16), may_alias));
-  const auto* words = reinterpret_cast<const volatile Pair*>(&bucket);
-  const Pair same = {tag, tag};
-  const auto a = (words[0] >> 48) == same, b = (words[1] >> 48) == same;
-  const auto c = (words[2] >> 48) == same, d = (words[3] >> 48) == same;
-  return static_cast<uint32_t>((a[1] & 1) | (b[0] & 2) | (b[1] & 4) | (c[0] & 8) | (c[1] & 16) |
-                               (d[0] & 32) | (d[1] & 64));
+  const auto* words = reinterpret_cast<const volatile __m128i*>(&bucket);
+  const auto tops = [](__m128i a, __m128i b) {  // the four tags, each as a signed 32 bit number
+    const __m128 high = _mm_shuffle_ps(_mm_castsi128_ps(a), _mm_castsi128_ps(b), 0xdd);
+    return _mm_srai_epi32(_mm_castps_si128(high), 16);
+  };
+  const __m128i a = words[0], b = words[1], c = words[2], d = words[3];
+  const __m128i tags = _mm_packs_epi32(tops(a, b), tops(c, d));  // of 16 bits: nothing saturates
+  const __m128i same = _mm_cmpeq_epi16(tags, _mm_set1_epi16(static_cast<int16_t>(tag)));
+  return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(same, _mm_setzero_si128()))) >> 1;
 }
 #else
 inline uint32_t matches(const Bucket& bucket, uint64_t tag) {

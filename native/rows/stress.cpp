@@ -12,6 +12,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <tuple>
 
 // The store itself, in this translation unit.
 #include "bulk.cpp"
@@ -432,6 +433,50 @@ void reused_slot() {
   }
 }
 
+// Two keys of one bucket and one tag: while the first comes and goes, the second is always found.
+void equal_tags() {
+  const Deadline deadline;
+  Store store(small());
+  Table& table = store.add_table(words());
+  std::map<std::tuple<uint64_t, uint32_t, uint64_t>, int64_t> homes;
+  int64_t restless = 0, calm = 0;
+  for (int64_t k = 1; !calm; ++k) {
+    const uint64_t hash = table.hash(k);
+    const auto at = std::tuple(hash >> 58, table.segment(hash).home(hash), tag_of(hash));
+    const auto [before, fresh] = homes.emplace(at, k);
+    if (!fresh) restless = before->second, calm = k;
+  }
+  const auto insert = [&](Worker& worker, int64_t key) {
+    grouped(store, worker, table, &key, 1, [&](Txn& txn, Get& get, size_t) {
+      if (Version* fresh = txn.write(get, 1)) fill_word(table, fresh, key, 7);
+    });
+  };
+  {
+    const Borrowed worker(store);
+    insert(*worker, restless);
+    insert(*worker, calm);
+  }
+  yield_every.store(2);
+  std::atomic<bool> over{false};
+  on_threads(3, [&](int me) {
+    const Borrowed worker(store);
+    while (me == 0 ? !deadline.passed() : !over.load()) {
+      if (me == 0) {
+        rows::remove(store, table, &restless, 1);
+        insert(*worker, restless);
+        continue;
+      }
+      for (const size_t group : {1, 32}) {
+        float out[2];
+        uint8_t seen = 0;
+        multi_get(store, table, &calm, 1, out, &seen, nullptr, group);
+        expect(seen, "a key was lost behind another of its tag");
+      }
+    }
+    if (me == 0) over.store(true);
+  });
+}
+
 // An insert that is off the core between its placeholder and the end of its lock: others use the
 // placeholder meanwhile. Who saw the lock before the placeholder may not rely on what it saw.
 void slow_insert() {
@@ -635,6 +680,7 @@ const std::map<std::string, std::function<void()>> kTests = {
     {"overflow", overflow},
     {"full", full},
     {"reused_slot", reused_slot},
+    {"equal_tags", equal_tags},
     {"slow_insert", slow_insert},
     {"churn", churn},
     {"growth", growth},
@@ -658,6 +704,7 @@ const std::map<std::string, Mutant> kMutants = {
     {"no_probe_bound", Mutant::no_probe_bound},
     {"reused_slot_unchecked", Mutant::reused_slot_unchecked},
     {"failed_unpublished", Mutant::failed_unpublished},
+    {"first_candidate_only", Mutant::first_candidate_only},
 };
 
 }  // namespace
