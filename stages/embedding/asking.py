@@ -15,7 +15,7 @@ from compressors.base import Packet
 from compressors.frame import FrameError, FrameHeader, pack, unpack
 from netsim.link import LinkLike
 from stages.embedding import letters
-from stages.embedding.shard import IdSet
+from stages.embedding.shard_terms import IdSet
 
 ANSWERS = {"pull": "rows", "push": "ack", "void": "ack", "read": "values"}
 

@@ -37,8 +37,8 @@ from stages.embedding.asking import Asking, ShardRefused, ShardTimeout
 from stages.embedding.auto_staleness import AutoStaleness
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits
-from stages.embedding.shard import IdSet, StalenessError
 from stages.embedding.shard_table import Rows
+from stages.embedding.shard_terms import IdSet, StalenessError
 from stages.embedding.tables import Table, check_tables, shard_of
 
 Ids = npt.NDArray[np.int64]

@@ -27,8 +27,9 @@ from stages.embedding import shard_files
 from stages.embedding.pooling import as_bags, pooled
 from stages.embedding.replicated import Replicated
 from stages.embedding.row_export import Exporter, Increment
-from stages.embedding.shard import IdSet, Shard, ShardStep
+from stages.embedding.shard import Shard
 from stages.embedding.shard_table import Rows
+from stages.embedding.shard_terms import IdSet, ShardStep
 from stages.embedding.tables import Table, check_tables, shard_of
 
 

@@ -24,8 +24,8 @@ from compressors.id_lists import decode_ids, decode_varints, encode_ids, encode_
 from compressors.row_values import FORMATS, NonFiniteRows, decode_rows, encode_rows
 from stages.embedding.chunk_prune import fold_pruned, gradient_mask, mask_of
 from stages.embedding.row_errors import NonFiniteGradientError
-from stages.embedding.shard import IdSet, nonfinite
 from stages.embedding.shard_table import Rows
+from stages.embedding.shard_terms import IdSet, nonfinite
 from stages.embedding.tables import Table
 
 F32 = npt.NDArray[np.float32]

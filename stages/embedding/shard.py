@@ -12,78 +12,36 @@ its pull. Every message may come twice; it counts once. A plain class: no Ray, n
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stages.embedding import chunk_prune
 from stages.embedding.chunk_prune import Cut
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_store import RowStore
 from stages.embedding.shard_table import Rows, ShardTable
+from stages.embedding.shard_terms import (
+    F32,
+    CapacityError,
+    Ids,
+    IdSet,
+    Pulled,
+    Settled,
+    ShardCounts,
+    ShardStep,
+    StalenessError,
+    UnknownTicketError,
+    nonfinite,
+)
 from stages.embedding.tables import Table, check_tables
 
-F32 = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
 MAX_ANNOUNCED = 1000
 MAX_FINISHED = 4096
-
-
-class UnknownTicketError(KeyError):
-    """A pull whose ids never came, or came to an earlier life of this shard: send them along."""
-
-
-class StalenessError(RuntimeError):
-    """Gradients are older than the bound allows. Nothing was applied."""
-
-
-class CapacityError(ValueError):
-    """A table cannot even hold the rows of the steps that are under way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdSet:
-    """Distinct ids of one table in one step, rising."""
-
-    ids: Ids
-    counts: F32 | None = None
-    """How often each occurred; where the table is pruned."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled:
-    """The answer to a pull."""
-
-    version: int
-    tables: Mapping[str, Rows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """What became of a step on this shard."""
-
-    ticket: int
-    outcome: str
-    """applied, void, refused, lost (its pull was before a restart) or repeated."""
-
-    version: int
-    staleness: int = 0
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStep:
-    """One optimizer step on this shard: gradients of rows as they were pulled."""
-
-    ids: Mapping[str, IdSet]
-    gradients: Mapping[str, F32]
-    pulled: Mapping[str, Rows]
-    v_read: int
 
 
 @dataclass(slots=True)
@@ -95,21 +53,6 @@ class _Open:
     gradients: Mapping[str, F32] | None = None
     v_read: int = 0
     is_void: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class ShardCounts:
-    """What happened so far."""
-
-    lost_pushes: int = 0
-    refused_pushes: int = 0
-    repeated: int = 0
-    voided: int = 0
-    dropped_rows: int = 0
-    """Gradients of rows that were evicted between pull and push."""
-
-    max_held: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
 
 
 class Shard:
@@ -394,12 +337,3 @@ class Shard:
         """Let go of spill files."""
         for rows in self.rows.values():
             rows.close()
-
-
-def nonfinite(table: str, bad: Ids, num_ids: int) -> str:
-    """The words for gradients that are NaN or infinite."""
-    shown = ", ".join(map(str, bad[:8].tolist())) + (", …" if len(bad) > 8 else "")
-    return (
-        f"NonFiniteGradientError: table {table!r}: the gradients of {len(bad)} of {num_ids} ids "
-        f"are not finite ({shown}); nothing was applied. Skip the step, or look at the loss"
-    )

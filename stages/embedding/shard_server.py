@@ -18,7 +18,8 @@ from netsim.link import LinkLike
 from stages.embedding import letters
 from stages.embedding.letters import Wire
 from stages.embedding.row_errors import RowStoreError
-from stages.embedding.shard import CapacityError, Settled, Shard, UnknownTicketError
+from stages.embedding.shard import Shard
+from stages.embedding.shard_terms import CapacityError, Settled, UnknownTicketError
 
 
 class ShardServer:

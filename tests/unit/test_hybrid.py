@@ -24,8 +24,9 @@ from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits, tau_for
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_rules import Adagrad, Adam, RowAdagrad, Sgd, Uniform
-from stages.embedding.shard import Shard, StalenessError
+from stages.embedding.shard import Shard
 from stages.embedding.shard_server import ShardServer
+from stages.embedding.shard_terms import StalenessError
 from stages.embedding.tables import ChunkPrune, Table
 
 CORE = "twin"

@@ -8,7 +8,8 @@ import torch
 
 from stages.embedding.replicated import Replicated
 from stages.embedding.row_rules import Sgd, Uniform
-from stages.embedding.shard import IdSet, Shard
+from stages.embedding.shard import Shard
+from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import Table
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from stages.embedding.chunk_prune import fold_pruned, real_bytes, row_bytes
 from stages.embedding.row_rules import Adam, RowAdagrad, Sgd, Uniform
-from stages.embedding.shard import CapacityError, IdSet, Shard, UnknownTicketError
+from stages.embedding.shard import Shard
+from stages.embedding.shard_terms import CapacityError, IdSet, UnknownTicketError
 from stages.embedding.tables import ChunkPrune, Table, check_tables, shard_of
 
 CORE = "twin"

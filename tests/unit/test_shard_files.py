@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.embedding.row_rules import Adam, RowAdagrad, Sgd, Uniform
-from stages.embedding.shard import IdSet, Shard
+from stages.embedding.shard import Shard
 from stages.embedding.shard_files import (
     MARKER,
     ShardFileError,
@@ -18,6 +18,7 @@ from stages.embedding.shard_files import (
     write_marker,
     write_shard,
 )
+from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import ChunkPrune, Table, shard_of
 
 CORE = "twin"

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from stages.embedding.row_rules import Sgd, Uniform
-from stages.embedding.shard import IdSet, Shard
+from stages.embedding.shard import Shard
 from stages.embedding.shard_files import load_shard, write_marker, write_shard
+from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import Table
 
 STORE: dict[str, Any] = {"capacity": "4MiB", "slab": "64KiB", "pages": "4k"}
