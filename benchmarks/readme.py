@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import row_tables
 import sync_tables
 from bench import RESULTS, load, markdown
 
@@ -108,6 +109,7 @@ def pieces_table() -> str:
             "speed.py",
         ],
         ["transport `refs` against `push`, same losses to the bit", refs, "transports.py"],
+        *row_tables.pieces(),
     ]
     return markdown(["what", "measured", "benchmarks/"], rows)
 
@@ -190,6 +192,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "pieces": pieces_table,
         "embeddings": embeddings_table,
         "sync": sync_tables.short,
+    },
+    README.parent / "docs" / "embeddings.md": {
+        "row_store": row_tables.speed,
     },
     README.parent / "docs" / "replicas.md": {
         "sync_virtual": sync_tables.virtual,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import platform
 import time
 from collections.abc import Callable
@@ -132,10 +133,20 @@ def look_ups(table: RowTable, rows: int, rounds: int) -> dict[str, Any]:
     return compare(modes, lambda: random.integers(0, rows, KEYS), rounds, KEYS)
 
 
+def in_huge_pages(rows: int, dim: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, rows * dim * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).view(rows, dim).zero_()
+
+
 def against_others(table: RowTable, rows: int, rounds: int) -> dict[str, Any]:
-    """From Python: a dense torch tensor of the same rows (no hash), and a dict of row numbers."""
+    """From Python: a dense torch tensor of the same rows (no hash), and a dict of row numbers.
+
+    The dense tensor is as torch makes it; once more in huge pages, which our rows have and its
+    have only where the system gives them to everybody.
+    """
     random = np.random.default_rng(4)
-    dense = torch.zeros(rows, table.dim)
+    dense, huge = torch.zeros(rows, table.dim), in_huge_pages(rows, table.dim)
     out, seen = np.empty((KEYS, table.dim), np.float32), np.empty(KEYS, np.uint8)
     place = torch.empty(KEYS, table.dim)
     few = 1_000_000
@@ -146,6 +157,9 @@ def against_others(table: RowTable, rows: int, rounds: int) -> dict[str, Any]:
             dense, 0, torch.from_numpy(keys), out=place
         ),
         "multi_get": lambda keys: table.multi_get(keys, out, seen),
+        "torch.index_select, dense, huge pages": lambda keys: torch.index_select(
+            huge, 0, torch.from_numpy(keys), out=place
+        ),
     }
     found = compare(modes, lambda: random.integers(0, rows, KEYS), rounds, KEYS)
     by_dict: Modes = {

@@ -20,6 +20,8 @@ SCRIPTS = (
     "quality_wikitext.py",
     "sync_strategies.py",
     "hybrid.py",
+    "row_store.py",
+    "capacity.py",
     "readme.py",
 )
 
