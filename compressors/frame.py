@@ -5,8 +5,9 @@ Path: compressors.base -> compressors.frame -> netsim.link
     magic "RPF" | version u8 | header length u32 | total length u32     (little endian)
     msgpack header | zeros up to 8 | part | zeros up to 8 | part | ... | CRC-32 of all before
 
-Packing copies each part once, into the frame; unpacking copies none: parts are views of the
-buffer, aligned to eight bytes within it. Nothing is pickled. Whatever is wrong with a buffer, the
+`pack` copies each part once, into the frame; `scatter` leaves large ones where they are, for a
+transport that gathers pieces itself. Unpacking copies none: parts are views of the buffer, aligned
+to eight bytes within it. Nothing is pickled. Whatever is wrong with a buffer, the
 reader gets a `FrameError` that names it and has allocated no more than a few times the header.
 
 Header values are None, bool, int, float, str, bytes, sequences and string-keyed mappings;
@@ -16,7 +17,6 @@ sequences arrive as tuples.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn, get_args
 import msgpack
 
 from compressors.base import Buffer, Packet
+from compressors.checksum import crc32
 from compressors.frame_fields import (
     MAX_DEPTH,
     MAX_FRAME_NBYTES,
@@ -50,6 +51,7 @@ from compressors.frame_fields import (
     rows_fields,
     shorten,
 )
+from compressors.scattered import Scattered, gather_small
 
 __all__ = [
     "KINDS",
@@ -60,12 +62,14 @@ __all__ = [
     "FrameError",
     "FrameHeader",
     "Kind",
+    "Scattered",
     "TooLarge",
     "Truncated",
     "UnknownVersion",
     "frame_nbytes",
     "header_nbytes",
     "pack",
+    "scatter",
     "unpack",
 ]
 
@@ -113,17 +117,12 @@ class FrameHeader:
 
 def pack(header: FrameHeader, packet: Packet | None = None) -> bytes:
     """The frame as bytes. Each part is copied once; refuses what `unpack` would refuse."""
-    coded, parts, total = _plan(header, packet)
-    pieces: list[Buffer] = [_PREFIX.pack(MAGIC, VERSION, len(coded), total), coded]
-    pieces.append(bytes(-(_PREFIX.size + len(coded)) % _ALIGN))
-    for part in parts:
-        pieces.append(part)
-        pieces.append(bytes(-part.nbytes % _ALIGN))
-    checksum = 0
-    for piece in pieces:
-        checksum = zlib.crc32(piece, checksum)
-    pieces.append(_CHECKSUM.pack(checksum))
-    return b"".join(pieces)
+    return b"".join(_pieces(header, packet))
+
+
+def scatter(header: FrameHeader, packet: Packet | None = None) -> bytes | Scattered:
+    """The same frame with large parts where they are; bytes, if there are none."""
+    return gather_small(_pieces(header, packet))
 
 
 def frame_nbytes(header: FrameHeader, packet: Packet | None = None) -> int:
@@ -137,33 +136,38 @@ def header_nbytes(header: FrameHeader, packet: Packet | None = None) -> int:
 
 
 def unpack(buffer: Any) -> tuple[FrameHeader, Packet | None]:
-    """Header and packet; the packet's parts are views of `buffer` and keep it alive."""
-    view = bytes_view(buffer)
-    if view.nbytes < _PREFIX.size:
-        _check_opening(view)
-        raise Truncated(f"frame has {view.nbytes} bytes, its prefix alone has {_PREFIX.size}")
-    _check_opening(view)
-    _, _, header_length, total = _PREFIX.unpack_from(view)
+    """Header and packet; the packet's parts are views of `buffer` and keep it alive.
+
+    A list of pieces is read as what `scatter` makes.
+    """
+    if isinstance(buffer, list):
+        buffer = Scattered(buffer)
+    frame = buffer if isinstance(buffer, Scattered) else Scattered((buffer,))
+    opening = frame.cut(0, min(_PREFIX.size, frame.nbytes))
+    _check_opening(opening)
+    if frame.nbytes < _PREFIX.size:
+        raise Truncated(f"frame has {frame.nbytes} bytes, its prefix alone has {_PREFIX.size}")
+    _, _, header_length, total = _PREFIX.unpack_from(opening)
     if header_length > MAX_HEADER_NBYTES:
         raise TooLarge(f"frame header of {header_length} bytes, limit is {MAX_HEADER_NBYTES}")
     if total > MAX_FRAME_NBYTES:
         raise TooLarge(f"frame of {total} bytes, limit is {MAX_FRAME_NBYTES}")
-    if view.nbytes < total:
-        raise Truncated(f"frame states {total} bytes, {view.nbytes} arrived")
-    if view.nbytes > total:
-        raise BadHeader(f"frame states {total} bytes, {view.nbytes - total} more follow it")
+    if frame.nbytes < total:
+        raise Truncated(f"frame states {total} bytes, {frame.nbytes} arrived")
+    if frame.nbytes > total:
+        raise BadHeader(f"frame states {total} bytes, {frame.nbytes - total} more follow it")
     header_end = _PREFIX.size + header_length
     parts_start = header_end + -header_end % _ALIGN
     parts_end = total - _CHECKSUM.size
     if parts_start > parts_end:
         raise Truncated(f"frame of {total} bytes cannot hold its header of {header_length}")
-    (expected,) = _CHECKSUM.unpack_from(view, parts_end)
-    actual = zlib.crc32(view[:parts_end])
+    (expected,) = _CHECKSUM.unpack(frame.cut(parts_end, total))
+    actual = frame.checksum(parts_end)
     if actual != expected:
         raise BadChecksum(f"frame checksum is {actual:08x}, the sender's was {expected:08x}")
-    fields = as_tuple(_decode_header(view[_PREFIX.size : header_end]), 12, "frame header")
+    fields = as_tuple(_decode_header(frame.cut(_PREFIX.size, header_end)), 12, "frame header")
     header = _read_frame_header(fields)
-    cutter = _Cutter(view[parts_start:parts_end])
+    cutter = _Cutter(frame, parts_start, parts_end)
     packet = None if fields[11] is None else _read_packet(fields[11], cutter, depth=1)
     if cutter.left:
         raise BadHeader(f"frame has {cutter.left} bytes that belong to no part")
@@ -171,6 +175,21 @@ def unpack(buffer: Any) -> tuple[FrameHeader, Packet | None]:
 
 
 # Writing
+
+
+def _pieces(header: FrameHeader, packet: Packet | None) -> list[Buffer]:
+    """The frame, checksum and all; parts are those of the packet."""
+    coded, parts, total = _plan(header, packet)
+    opening = _PREFIX.pack(MAGIC, VERSION, len(coded), total) + coded
+    pieces: list[Buffer] = [opening + bytes(-len(opening) % _ALIGN)]
+    for part in parts:
+        pieces.append(part)
+        pieces.append(bytes(-part.nbytes % _ALIGN))
+    checksum = 0
+    for piece in pieces:
+        checksum = crc32(piece, checksum)
+    pieces.append(_CHECKSUM.pack(checksum))
+    return pieces
 
 
 def _plan(header: FrameHeader, packet: Packet | None) -> tuple[bytes, list[memoryview], int]:
@@ -229,15 +248,16 @@ def _packet_fields(
 class _Cutter:
     """Hands out the parts of a frame in order."""
 
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._offset = 0
+    def __init__(self, frame: Scattered, start: int, end: int) -> None:
+        self._frame = frame
+        self._offset = start
+        self._end = end
         self.num_parts = 0
         self.num_packets = 0
 
     @property
     def left(self) -> int:
-        return self._view.nbytes - self._offset
+        return self._end - self._offset
 
     def cut(self, nbytes: int) -> memoryview:
         self.num_parts += 1
@@ -245,7 +265,7 @@ class _Cutter:
             raise TooLarge(f"frame has more than {MAX_PARTS} parts")
         if nbytes < 0 or _aligned(nbytes) > self.left:
             raise BadHeader(f"frame part of {nbytes} bytes, {self.left} are left")
-        part = self._view[self._offset : self._offset + nbytes]
+        part = self._frame.cut(self._offset, self._offset + nbytes)
         self._offset += _aligned(nbytes)
         return part
 

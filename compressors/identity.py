@@ -79,6 +79,28 @@ def to_part(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def borrow_part(part: Buffer, dtype: torch.dtype, shape: tuple[int, ...], *, codec: str) -> Tensor:
+    """A tensor over these bytes wherever they are: for reading only, whatever torch allows."""
+    view = memoryview(part)
+    if not view.nbytes:
+        return from_part(part, dtype, shape, codec=codec)
+    raw = np.asarray(_Borrowed(view))
+    return from_part(raw.data, dtype, shape, codec=codec)
+
+
+class _Borrowed:
+    """Memory that may be read-only, shown to numpy as if it were not: torch knows no other."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (view.nbytes,),
+            "typestr": "|u1",
+            "data": (np.frombuffer(view, dtype=np.uint8).ctypes.data, False),
+        }
+
+
 def from_part(part: Buffer, dtype: torch.dtype, shape: tuple[int, ...], *, codec: str) -> Tensor:
     """A tensor of these bytes, over the buffer if it may be written to, else over a copy."""
     view = memoryview(part)

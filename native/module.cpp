@@ -11,4 +11,5 @@ NB_MODULE(ray_pipe_native, m) {
   m.attr("ABI") = kAbi;
   ray_pipe::bind_kernels(m);
   ray_pipe::bind_rows(m);
+  ray_pipe::bind_crc32(m);
 }

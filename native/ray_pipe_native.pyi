@@ -17,6 +17,12 @@ def isas() -> list[str]:
 def use_isa(name: str, /) -> None:
     """Use the kernels built for this instruction set; the fastest are used unless told."""
 
+CRC32_FOLDS: bool
+"""This machine has carry-less products; `crc32` is slower than zlib's where it has none."""
+
+def crc32(address: int, nbytes: int, start: int, /) -> int:
+    """As `zlib.crc32` of that memory."""
+
 def quantize(
     x: int,
     codes: int,

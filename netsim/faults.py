@@ -185,12 +185,12 @@ class _Doomed:
 
 def flip_a_bit(frame: Any, source: random.Random) -> bytes:
     """The bytes of `frame` with one bit changed."""
-    if not isinstance(frame, bytes | bytearray | memoryview):
+    if not isinstance(frame, bytes | bytearray | memoryview) and not hasattr(frame, "__bytes__"):
         raise TypeError(
             f"cannot flip a bit of a {type(frame).__name__}; "
             "give FaultyLink(corrupt=...) a function that damages such frames"
         )
-    damaged = bytearray(frame)
+    damaged = bytearray(bytes(frame))
     if damaged:
         damaged[source.randrange(len(damaged))] ^= 1 << source.randrange(8)
     return bytes(damaged)

@@ -29,6 +29,10 @@ from ray_pipe.spares import Spares
 
 NAMESPACE = "ray_pipe"
 INLINE_NBYTES = 4 << 20
+FREE_PERIOD_MS = 20
+"""How soon the object store has a frame's memory again. Ray's own second means that an exchange
+writes to pages that were never mapped, which takes longer than the writing (decision 31)."""
+
 START_TIMEOUT_S = 120.0
 START_TRIES = 3
 """Ray gives its own start on this machine 30 s, which a machine that is busy may not keep."""
@@ -68,7 +72,10 @@ def connect(
         options |= {
             "address": "local",
             "include_dashboard": dashboard,
-            "_system_config": {"max_direct_call_object_size": INLINE_NBYTES},
+            "_system_config": {
+                "max_direct_call_object_size": INLINE_NBYTES,
+                "free_objects_period_milliseconds": FREE_PERIOD_MS,
+            },
         }
     else:
         options["address"] = existing

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from compressors.scattered import Scattered
+
 VIEW_NBYTES = 100 * 1024
 """Frames above this size travel as arrays, which Ray hands over as views, not as copies."""
 
@@ -26,14 +28,16 @@ class Courier:
     def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
         self.source = source
         self._on_error = on_error
-        self._frames: SimpleQueue[tuple[Any, str, tuple[int, ...], bytes]] = SimpleQueue()
+        self._frames: SimpleQueue[tuple[Any, str, tuple[int, ...], bytes | Scattered]] = (
+            SimpleQueue()
+        )
         Thread(target=self._main, name="courier", daemon=True).start()
 
-    def push(self, peer: Any, target: int, generation: int, frame: bytes) -> None:
+    def push(self, peer: Any, target: int, generation: int, frame: bytes | Scattered) -> None:
         """Hand a frame to an actor of this replica; returns at once."""
         self._frames.put((peer, f"stage {target}", (self.source, generation), frame))
 
-    def post(self, peer: Any, replica: int, generation: int, frame: bytes) -> None:
+    def post(self, peer: Any, replica: int, generation: int, frame: bytes | Scattered) -> None:
         """Hand a letter to an actor of another replica; returns at once."""
         self._frames.put((peer, f"replica {replica}", (generation,), frame))
 
@@ -41,7 +45,9 @@ class Courier:
         while True:
             peer, target, tags, frame = self._frames.get()
             payload: Any = frame
-            if len(frame) > VIEW_NBYTES:
+            if isinstance(frame, Scattered):  # Ray gathers the pieces, in one copy
+                payload = [np.frombuffer(piece, dtype=np.uint8) for piece in frame.pieces]
+            elif len(frame) > VIEW_NBYTES:
                 payload = np.frombuffer(frame, dtype=np.uint8)  # read in place at the other end
             try:
                 # Two tags: a frame of a neighbour. One: a letter of a replica.

@@ -77,11 +77,11 @@ class Collective:
         values: list[Any] = [None] * num
         values[place] = read
         for index, packet in zip(others, packets, strict=True):
-            values[index] = await self._decode(packet)
+            values[index] = await self._read(packet)
         return values, kept, nbytes
 
     def _mean(self, packets: list[Any], pieces: list[Any], place: int) -> Any:
-        vectors = [self._coder.decode(packet) for packet in packets]
+        vectors = [self._coder.read(packet) for packet in packets]
         vectors.insert(place, pieces[place])
         return self._coder.mean(vectors)
 
@@ -103,7 +103,7 @@ class Collective:
             (packet,) = await self._inbox.collect(
                 "pass", tag, [(part, before)], limit_s=plan.deadline_s
             )
-            total = coder.combine([await self._decode(packet), pieces[part]], [1.0, 1.0])
+            total = coder.combine([await self._read(packet), pieces[part]], [1.0, 1.0])
         mean = coder.combine([total], [1.0 / num])
         packet, read = await self._encode(f"share/{num}/{part}", mean, plan)
         kept[part] = self._lost(mean, read, num)
@@ -116,7 +116,7 @@ class Collective:
             (packet,) = await self._inbox.collect(
                 "share", tag, [(part, before)], limit_s=plan.deadline_s
             )
-            values[part] = await self._decode(packet)
+            values[part] = await self._read(packet)
         return values, kept, nbytes
 
     async def _encode(self, slot: str, vector: Any, plan: SyncPlan) -> tuple[Any, Any]:
@@ -130,8 +130,10 @@ class Collective:
             return meant
         return self._coder.combine([meant, read], [float(times), -float(times)])
 
-    async def _decode(self, packet: Any) -> Any:
-        return await self._lane.run("decode", "reduce", -1, self._coder.decode, packet)
+    async def _read(self, packet: Any) -> Any:
+        if self._coder.is_exact:  # a view
+            return self._coder.read(packet)
+        return await self._lane.run("decode", "reduce", -1, self._coder.read, packet)
 
 
 def _others(place: int, num: int) -> list[int]:

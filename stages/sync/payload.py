@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from compressors.base import Compressor, Packet, SampleKeys, State
-from compressors.identity import Identity
+from compressors.identity import Identity, borrow_part, dtype_of, one_part
 from compressors.kernels import NonFinite
 from compressors.registry import CodecSpec, decode_any, make_codec, split_name
+from stages.sync.memory import VectorMemory
 
 WIDTH = 512
 """Longer vectors are coded as rows of this many values: some codecs have scales by column."""
@@ -38,6 +39,7 @@ class Coder(Protocol):
     def join(self, pieces: Sequence[Any]) -> Any: ...
     def encode(self, slot: str, vector: Any, *, exact: bool = False) -> tuple[Packet, Any]: ...
     def decode(self, packet: Packet) -> Any: ...
+    def read(self, packet: Packet) -> Any: ...
     def mean(self, vectors: Sequence[Any]) -> Any: ...
     def combine(self, vectors: Sequence[Any], weights: Sequence[float]) -> Any: ...
     def commit(self) -> None: ...
@@ -53,6 +55,7 @@ class VectorCoder:
         self.spec = payload_spec(spec)
         self.num_nonfinite = 0
         self._codecs: dict[str, Compressor] = {}
+        self._memory = VectorMemory()
         self.is_exact = split_name(self.spec.name) == ("fp32", ())
         """What is read is what was sent."""
 
@@ -62,7 +65,10 @@ class VectorCoder:
         return [vector[size * i // num : size * (i + 1) // num] for i in range(num)]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(pieces))
+        """The pieces in one vector, memory of its own."""
+        size = sum(piece.numel() for piece in pieces)
+        whole = self._memory.vector(size, pieces[0].dtype)
+        return torch.cat(list(pieces), out=whole)
 
     def encode(self, slot: str, vector: Tensor, *, exact: bool = False) -> tuple[Packet, Tensor]:
         """The packet, and what its receivers will read."""
@@ -87,17 +93,31 @@ class VectorCoder:
         num = packet.meta.get("num_values")
         return flat[:num] if isinstance(num, int) else flat
 
+    def read(self, packet: Packet) -> Tensor:
+        """As `decode`, but for reading only: exact values stay where they arrived."""
+        if packet.codec != Identity.name:
+            return self.decode(packet)
+        return borrow_part(
+            one_part(packet), dtype_of(packet), packet.shape, codec=packet.codec
+        ).reshape(-1)
+
     def mean(self, vectors: Sequence[Tensor]) -> Tensor:
         """In the order given, so that every owner gets the same bits from the same vectors."""
-        total = vectors[0].clone()
-        for vector in vectors[1:]:
-            total += vector
-        return total.div_(len(vectors))
+        return self._sum(vectors, [1.0] * len(vectors)).div_(len(vectors))
 
     def combine(self, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """The weighted sum, in the order given."""
-        total = vectors[0] * weights[0]
-        for vector, weight in zip(vectors[1:], weights[1:], strict=True):
+        return self._sum(vectors, weights)
+
+    def _sum(self, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        total = self._memory.vector(vectors[0].numel(), vectors[0].dtype)
+        if weights[0] == 1.0 and len(vectors) > 1:  # one pass for the first two
+            torch.add(vectors[0], vectors[1], alpha=weights[1], out=total)
+            left = 2
+        else:
+            torch.mul(vectors[0], weights[0], out=total)
+            left = 1
+        for vector, weight in zip(vectors[left:], weights[left:], strict=True):
             total.add_(vector, alpha=weight)
         return total
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from compressors.base import Packet
-from compressors.frame import FrameError, FrameHeader
+from compressors.frame import FrameError, FrameHeader, scatter
 from netsim.link import LinkLike, frame_nbytes
 from stages.ends import FRAMES, WireFormat
 from stages.sync.strategy import Interrupted, SyncTimeout
@@ -28,6 +28,9 @@ Key = tuple[str, int, int, int, int]
 Handler = Callable[[FrameHeader, Packet | None], None]
 NUM_LIMITS = 10
 """A silent peer is given up after so many deadlines, each twice as long as the one before."""
+
+LETTERS = WireFormat(pack=scatter)
+"""Large tensors stay where they are until the transport takes them: they must not change."""
 
 GENERATOR = -1
 """The Group Generator's address among the replicas."""
@@ -42,7 +45,7 @@ class Post:
         replica: int,
         link_to: Callable[[int], LinkLike],
         stage: int = 0,
-        wire: WireFormat = FRAMES,
+        wire: WireFormat = LETTERS,
     ) -> None:
         self.replica = replica
         self.stage = stage
@@ -80,7 +83,10 @@ class Post:
             body={"op": op} if body is None else {"op": op, **body},
         )
         frame = self._wire.pack(header, packet)
-        if packet is not None and self._wire is FRAMES:  # a simulated one knows only its size
+        if packet is not None and self._wire in (
+            FRAMES,
+            LETTERS,
+        ):  # a simulated one knows only its size
             num_values = packet.meta.get("num_values") or math.prod(packet.shape)
             self.fp32_nbytes += 4 * int(num_values)
         self._link_to(target).send(frame, kind=header.kind)

@@ -72,6 +72,8 @@ class PricedCoder:
     def decode(self, packet: Any) -> Any:
         return packet.nbytes
 
+    read = decode
+
     def mean(self, vectors: Sequence[Any]) -> Any:
         return vectors[0]
 
