@@ -31,7 +31,7 @@ NAMESPACE = "ray_pipe"
 INLINE_NBYTES = 4 << 20
 FREE_PERIOD_MS = 20
 """How soon the object store has a frame's memory again. Ray's own second means that an exchange
-writes to pages that were never mapped, which takes longer than the writing (decision 31)."""
+writes to pages that were never mapped, which takes longer than the writing (decision 22)."""
 
 START_TIMEOUT_S = 120.0
 START_TRIES = 3
