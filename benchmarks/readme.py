@@ -195,6 +195,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     README.parent / "docs" / "embeddings.md": {
         "row_store": row_tables.speed,
+        "capacity": row_tables.capacity,
     },
     README.parent / "docs" / "replicas.md": {
         "sync_virtual": sync_tables.virtual,

@@ -1,4 +1,4 @@
-"""Tables of the row store: its speed against what was asked."""
+"""Tables of the row store: its speed against what was asked, and how many rows fit."""
 
 from __future__ import annotations
 
@@ -66,6 +66,37 @@ def speed() -> str:
     return markdown(["what", "against", "measured", "asked"], rows)
 
 
+def capacity() -> str:
+    """Bytes a row, evictions and the way to the disk and back."""
+    found = load(RESULTS / "capacity.json")
+    per_row, pruned, spilled = found["bytes_per_row"], found["pruned"], found["spilled"]
+    rows = [
+        [
+            f"{found['rows'] / 1e6:.0f} M rows of 16 floats with their state, two shards",
+            f"**{per_row['filled']:.1f} B a row** resident",
+            "at most 120",
+        ],
+        [
+            f"the same while a Zipf stream evicts {found['evictions'] / 1e6:.1f} M rows",
+            f"{per_row['after the stream']:.1f} B a row, "
+            f"moving by {100 * found['resident_spread_in_stream']:.2f} %",
+            "flat within 1 %",
+        ],
+        [
+            f"{spilled['rows']:,} rows, a tenth in memory, {spilled['recalled']:,} recalled",
+            f"{spilled['different']} differ in any bit",
+            "0",
+        ],
+        [
+            f"{pruned['rows'] / 1e6:.0f} M rows of {pruned['dim']} floats, pruned by 70 %",
+            f"{100 * pruned['resident_share_kept']:.1f} % of the memory is left, "
+            f"{pruned['resident_against_prediction']:.2f} of what was counted",
+            "within 5 %",
+        ],
+    ]
+    return markdown(["what", "measured", "asked"], rows)
+
+
 def pieces() -> list[list[str]]:
     """Lines for the README."""
     store = load(RESULTS / "row_store.json")
@@ -73,6 +104,7 @@ def pieces() -> list[list[str]]:
     dense: dict[str, Any] = gates["multi_get time / torch.index_select time"]
     huge = python["torch.index_select, dense, huge pages"]["ratio"] / python["multi_get"]["ratio"]
     interleaved = gates["dependent, interleaved 8"]["ratio"]
+    found = load(RESULTS / "capacity.json")
     return [
         [
             "row store: transactions interleaved by 8 against sequential; "
@@ -80,5 +112,10 @@ def pieces() -> list[list[str]]:
             f"{interleaved:.1f}x the speed; {dense['ratio']:.2f} of its time "
             f"({huge:.2f} where that has huge pages too)",
             "row_store.py",
+        ],
+        [
+            f"memory of {found['rows'] / 1e6:.0f} M embedding rows (16 floats and their state)",
+            f"{found['bytes_per_row']['filled']:.0f} B a row resident",
+            "capacity.py",
         ],
     ]
