@@ -8,6 +8,7 @@ Ours is the product's path: `Exchange`, `Post`, links without limits, couriers o
 peer is `torch.distributed`: one process each, `all_reduce` of the same vector in DDP's buckets of
 25 MiB, then the division. One torch thread each; runs alternate, so a busy machine slows both;
 a time is that of the slowest process, from a barrier on, and the ratio is that of the medians.
+"Plain refs" is what is left when everything of ours is taken away (ray_floor.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from bench import arguments, markdown, write
+from ray_floor import Bare
 
 BUCKET = 25 * 2**20 // 4
 
@@ -107,17 +109,17 @@ class Replica:
         print(text, file=sys.stderr, flush=True)
 
 
-class Ours:
-    """Replicas on a Ray of our own."""
+class Actors:
+    """Members on a Ray of our own: replicas with our exchange, or bare ones."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, member: type[Replica] | type[Bare]) -> None:
         import ray
 
         from stages.remote import own_copy
 
-        cls: Any = type("ReplicaActor", (Replica,), {})
+        cls: Any = type(member.__name__, (member,), {})
         mark = ray.method(concurrency_group="net", num_returns=0, enable_task_events=False)
-        cls.deliver = mark(own_copy(Replica.deliver))
+        cls.deliver = mark(own_copy(member.deliver))
         decorate: Any = ray.remote
         remote = decorate(num_cpus=0, concurrency_groups={"net": 1})(cls)
         self._ray = ray
@@ -125,10 +127,11 @@ class Ours:
         ray.get([handle.meet.remote(self.handles) for handle in self.handles])
         self._count = 0
 
-    def run(self, size: int, rounds: int, route: str) -> list[float]:
-        """The slowest replica's seconds of each round."""
+    def run(self, size: int, rounds: int, route: str = "") -> list[float]:
+        """The slowest member's seconds of each round."""
+        more = (self._count, route) if route else ()
         found = self._ray.get(
-            [h.run.remote(size, rounds, self._count, route) for h in self.handles], timeout=300
+            [h.run.remote(size, rounds, *more) for h in self.handles], timeout=300
         )
         self._count += rounds
         expected = sum(range(len(self.handles))) / len(self.handles)
@@ -219,17 +222,19 @@ def main() -> None:
     found, rows = [], []
     with connect(None):
         for num in map(int, args.replicas.split(",")):
-            ours = Ours(num)
+            ours, bare = Actors(num, Replica), Actors(num, Bare)
             seconds: dict[str, list[float]] = {}
             for turn in range(args.turns):
                 seconds.setdefault("gloo", []).extend(run_gloo(num, size, args.rounds)[1:])
                 for route in ("ring", "direct"):
                     times = ours.run(size, args.rounds, route)
                     seconds.setdefault(route, []).extend(times[1:])
+                seconds.setdefault("refs", []).extend(bare.run(size, args.rounds)[1:])
                 if args.hivemind and turn == 0:
                     times = run_hivemind(args.hivemind, num, size, args.rounds)
                     seconds.setdefault("hivemind", []).extend(times[1:])
             ours.close()
+            bare.close()
             middle = {name: median(times) for name, times in seconds.items()}
             ratio = {name: middle[name] / middle["gloo"] for name in middle}
             found.append(
@@ -244,12 +249,13 @@ def main() -> None:
                         f"{1e3 * middle[name]:.0f} ms, {ratio[name]:.2f}x"
                         if name in middle
                         else "-"
-                        for name in ("ring", "direct", "hivemind")
+                        for name in ("ring", "direct", "refs", "hivemind")
                     ),
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
-    print("\n" + markdown(["replicas", "gloo", "ours, ring", "ours, direct", "hivemind"], rows))
+    head = ["replicas", "gloo", "ours, ring", "ours, direct", "plain refs", "hivemind"]
+    print("\n" + markdown(head, rows))
     write(args.out, {"runs": found})
 
 
