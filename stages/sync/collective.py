@@ -37,9 +37,9 @@ class Collective:
         if plan.peers == (self._me,):
             return SyncResult(value=vector, delta=None, contributors=plan.peers)
         way = self._ring if plan.route == "ring" else self._direct
-        values, kept, nbytes = await way(plan, vector)
         coder = self._coder
-        value = coder.join(values)
+        value = coder.blank(vector)
+        kept, nbytes = await way(plan, vector, value)
         if not plan.keep:
             return SyncResult(value=value, contributors=plan.peers, nbytes=nbytes)
         if coder.is_exact:  # nothing was lost
@@ -48,7 +48,7 @@ class Collective:
             delta = coder.combine([value, coder.join(kept), vector], [1.0, 1.0, -1.0])
         return SyncResult(delta=delta, contributors=plan.peers, nbytes=nbytes)
 
-    async def _direct(self, plan: SyncPlan, vector: Any) -> tuple[list[Any], list[Any], int]:
+    async def _direct(self, plan: SyncPlan, vector: Any, value: Any) -> tuple[list[Any], int]:
         members, coder, tag = plan.peers, self._coder, (plan.epoch, plan.number)
         num = len(members)
         place = members.index(self._me)
@@ -70,22 +70,21 @@ class Collective:
         kept[place] = self._lost(mean, read, num)
         for index in _others(place, num):
             nbytes += self._inbox.send(members[index], "down", tag, part=place, packet=packet)
+        await self._place(value, place, num, read)  # while the others do the same
         others = [index for index in range(num) if index != place]
         packets = await self._inbox.collect(
             "down", tag, [(index, members[index]) for index in others], limit_s=plan.deadline_s
         )
-        values: list[Any] = [None] * num
-        values[place] = read
         for index, packet in zip(others, packets, strict=True):
-            values[index] = await self._read(packet)
-        return values, kept, nbytes
+            await self._place(value, index, num, await self._read(packet))
+        return kept, nbytes
 
     def _mean(self, packets: list[Any], pieces: list[Any], place: int) -> Any:
         vectors = [self._coder.read(packet) for packet in packets]
         vectors.insert(place, pieces[place])
         return self._coder.mean(vectors)
 
-    async def _ring(self, plan: SyncPlan, vector: Any) -> tuple[list[Any], list[Any], int]:
+    async def _ring(self, plan: SyncPlan, vector: Any, value: Any) -> tuple[list[Any], int]:
         members, coder, tag = plan.peers, self._coder, (plan.epoch, plan.number)
         num = len(members)
         place = members.index(self._me)
@@ -107,17 +106,17 @@ class Collective:
         mean = coder.combine([total], [1.0 / num])
         packet, read = await self._encode(f"share/{num}/{part}", mean, plan)
         kept[part] = self._lost(mean, read, num)
-        values: list[Any] = [None] * num
-        values[part] = read
         for _ in range(num - 1):
             # The packet goes on as it came: everybody reads the owner's bits.
             nbytes += self._inbox.send(after, "share", tag, part=part, packet=packet)
+            await self._place(value, part, num, read)
             part = (part - 1) % num
             (packet,) = await self._inbox.collect(
                 "share", tag, [(part, before)], limit_s=plan.deadline_s
             )
-            values[part] = await self._read(packet)
-        return values, kept, nbytes
+            read = await self._read(packet)
+        await self._place(value, part, num, read)
+        return kept, nbytes
 
     async def _encode(self, slot: str, vector: Any, plan: SyncPlan) -> tuple[Any, Any]:
         if plan.exact or self._coder.is_exact:  # a view, no work for a lane
@@ -129,6 +128,9 @@ class Collective:
         if self._coder.is_exact:
             return meant
         return self._coder.combine([meant, read], [float(times), -float(times)])
+
+    async def _place(self, value: Any, index: int, num: int, piece: Any) -> None:
+        await self._lane.run("decode", "place", -1, self._coder.place, value, index, num, piece)
 
     async def _read(self, packet: Any) -> Any:
         if self._coder.is_exact:  # a view

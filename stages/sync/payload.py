@@ -37,6 +37,8 @@ class Coder(Protocol):
 
     def cut(self, vector: Any, num: int) -> list[Any]: ...
     def join(self, pieces: Sequence[Any]) -> Any: ...
+    def blank(self, vector: Any) -> Any: ...
+    def place(self, whole: Any, index: int, num: int, piece: Any) -> None: ...
     def encode(self, slot: str, vector: Any, *, exact: bool = False) -> tuple[Packet, Any]: ...
     def decode(self, packet: Packet) -> Any: ...
     def read(self, packet: Packet) -> Any: ...
@@ -63,6 +65,14 @@ class VectorCoder:
         """`num` pieces of nearly equal length."""
         size = vector.numel()
         return [vector[size * i // num : size * (i + 1) // num] for i in range(num)]
+
+    def blank(self, vector: Tensor) -> Tensor:
+        """Memory of its own for as many values as `vector` has."""
+        return self._memory.vector(vector.numel(), vector.dtype)
+
+    def place(self, whole: Tensor, index: int, num: int, piece: Tensor) -> None:
+        """Write what `cut` has, or would have, at this index."""
+        self.cut(whole, num)[index].copy_(piece)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """The pieces in one vector, memory of its own."""

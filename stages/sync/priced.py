@@ -62,6 +62,11 @@ class PricedCoder:
     def join(self, pieces: Sequence[Any]) -> Any:
         return 0
 
+    def blank(self, vector: Any) -> Any:
+        return 0
+
+    def place(self, whole: Any, index: int, num: int, piece: Any) -> None: ...
+
     def encode(self, slot: str, vector: Any, *, exact: bool = False) -> tuple[Any, Any]:
         nbytes = vector or self._nbytes  # a piece is its size, the whole vector is 0
         packet = self._packets.get(nbytes)
