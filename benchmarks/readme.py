@@ -164,14 +164,20 @@ def embeddings_table() -> str:
     """AUC of late and pruned rows, three seeds, with the controls."""
     found = load(RESULTS / "embedding_quality.json")
     rows = []
-    for which, title in (("adult", "Adult"), ("books", "Book-Crossing")):
+    titles = {
+        "adult": "Adult",
+        "movielens": "MovieLens-100k",
+        "books, 1 epochs": "Book-Crossing, 1 epoch",
+        "books": "Book-Crossing, 2 epochs",
+    }
+    for which, title in titles.items():
         arms = found.get(which, {}).get("arms", {})
         base = arms.get("sync")
         for name, shown in EMBEDDING_ARMS.items():
             if name not in arms or base is None:
                 continue
             arm = arms[name]
-            seeds = arm["seeds"] if which == "books" else []  # Adult has a hundred rows
+            seeds = arm["seeds"] if "books" in which else []  # the others have few rows
             resident = [seed["resident_bytes"] for seed in seeds if "resident_bytes" in seed]
             rows.append(
                 [
@@ -185,12 +191,20 @@ def embeddings_table() -> str:
     return markdown(["set", "arm", "AUC, 3 seeds", "points", "resident"], rows)
 
 
+def hybrid_table() -> str:
+    """Hybrid training against synchronous fp32 over slow links, a row for each seed."""
+    import hybrid
+
+    return hybrid.table(load(RESULTS / "hybrid.json")["rows"])
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {
         "speed": speed_table,
         "quality": quality_table,
         "pieces": pieces_table,
         "embeddings": embeddings_table,
+        "hybrid": hybrid_table,
         "sync": sync_tables.short,
     },
     README.parent / "docs" / "embeddings.md": {

@@ -19,10 +19,16 @@ from ray_pipe.arms import compare
 from ray_pipe.checkpointing import RunCheckpoints
 from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import RunConfig
+from ray_pipe.ctr_checks import check_capacity, check_prune
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_table import compare_arms
-from ray_pipe.ctr_workload import ClickTask, CtrArm, check_capacity, click_task, ctr_arms
+from ray_pipe.ctr_workload import (
+    ClickTask,
+    CtrArm,
+    click_task,
+    ctr_arms,
+)
 from ray_pipe.driver import Outcome
 from ray_pipe.errors import ConfigError
 from ray_pipe.metrics import ArmMeter, MetricsFile
@@ -100,6 +106,9 @@ class Clicked(Trained):
             "refused_pushes": so_far("refused_pushes", self.client.get("refused", 0)),
             "dropped_gradients": totals.dropped_rows,
             "prunes": totals.prunes,
+            "evicted_rows": so_far("evicted_rows", totals.evictions),
+            "spilled_rows": totals.spilled_rows or before.get("spilled_rows", 0),
+            "recalled_rows": so_far("recalled_rows", totals.recalled),
         }
 
 
@@ -116,6 +125,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             f"step takes {config.pipeline.samples_per_step}; lower --batch-size."
         )
     check_capacity(config, task)
+    check_prune(config, task)
     checkpoints = RunCheckpoints.find(
         config, arms, on_warning=observer.on_warning, on_phase=observer.on_phase
     )

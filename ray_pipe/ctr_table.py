@@ -64,7 +64,28 @@ def compare_arms(arms: Sequence[dict[str, Any]]) -> None:
 
 
 def verdict(results: Mapping[str, Any]) -> str:
-    """One sentence: what hybrid training gained here, and what it cost."""
+    """What hybrid training gained here, and what it cost; where rows had no room, that too."""
+    return " ".join([_gain(results), *filter(None, map(_room, results.get("arms", ())))])
+
+
+def _room(arm: Arm) -> str:
+    """A sentence if not all rows were in memory."""
+    rows, spilled = int(arm.get("rows") or 0), int(arm.get("spilled_rows") or 0)
+    recalled, evicted = int(arm.get("recalled_rows") or 0), int(arm.get("evicted_rows") or 0)
+    if spilled or recalled:
+        return (
+            f"{arm['name']}: {spilled:,} of {rows:,} rows are in the spill folder, {recalled:,} "
+            "came back from it."
+        )
+    if evicted:
+        return (
+            f"{arm['name']}: {evicted:,} rows were dropped for want of memory and began anew when "
+            "they were seen again; raise --capacity, or keep them with --spill."
+        )
+    return ""
+
+
+def _gain(results: Mapping[str, Any]) -> str:
     arms = list(results.get("arms", ()))
     done = [arm for arm in arms if number(arm.get("auc")) is not None]
     if not done:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from netsim.topology import Topology
-from netsim.units import show_size
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_columns import ColumnSpec
 from ray_pipe.ctr_data import (
@@ -39,7 +38,6 @@ from ray_pipe.plans import Arm
 from ray_pipe.workload import Workload
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.letters import Wire
-from stages.embedding.permits import MAX_AUTO_TAU
 from stages.embedding.row_rules import Adagrad, Adam, Optimizer, RowAdagrad, Sgd, Uniform
 from stages.embedding.tables import ChunkPrune, Table
 from stages.loss import binary_cross_entropy
@@ -281,46 +279,10 @@ class CtrArm(Arm):
 
 def num_steps_of(config: RunConfig, workload: Workload) -> int:
     """Optimizer steps of an arm."""
-    return config.steps or (config.epochs or 1) * _order(config, workload).steps_per_epoch
+    return config.steps or (config.epochs or 1) * order_of(config, workload).steps_per_epoch
 
 
-ROW_OVERHEAD = 64
-"""Bytes of a row besides its numbers: header, index, recency."""
-
-STATE = {"adagrad": 1.0, "row-adagrad": 0.0, "sgd": 0.0, "adam": 2.0}
-"""Numbers of optimizer state for each number of a row."""
-
-SLACK = 1.5
-"""A store that is nearly full of rows of steps under way drops them before their gradients come."""
-
-
-def check_capacity(config: RunConfig, task: ClickTask) -> None:
-    """Refuse a capacity that cannot even hold the rows of the steps that are under way."""
-    embedding = config.embedding
-    if embedding.spill is not None:
-        return
-    first = _order(config, task.workload).at(0)
-    samples: Any = task.workload.samples
-    clicks = samples.clicks([sample for part in first for sample in part])
-    distinct: dict[str, set[int]] = {}
-    for table, bag in zip(task.features, clicks.bags, strict=True):
-        distinct.setdefault(table, set()).update(bag.ids.tolist())
-    num_rows = sum(map(len, distinct.values()))
-    row_nbytes = round(4 * embedding.dim * (1 + STATE[embedding.optimizer])) + ROW_OVERHEAD
-    tau = MAX_AUTO_TAU if embedding.tau is None else embedding.tau
-    need = round(SLACK * (tau + 1) * num_rows * row_nbytes)
-    if embedding.capacity >= need:
-        return
-    raise ConfigError(
-        f"--capacity {show_size(embedding.capacity)} is less than the rows under way: a step of "
-        f"{config.pipeline.samples_per_step} samples touches {num_rows:,} rows of about "
-        f"{row_nbytes} bytes, and up to {tau + 1} steps are under way, which takes "
-        f"{show_size(need, digits=3)}; raise --capacity, lower --staleness or --batch-size, or "
-        "give a folder for the rest with --spill."
-    )
-
-
-def _order(config: RunConfig, workload: Workload) -> Order:
+def order_of(config: RunConfig, workload: Workload) -> Order:
     return Order(
         num_samples=workload.num_train,
         micro_batches=config.pipeline.micro_batches,
@@ -346,7 +308,7 @@ def ctr_arms(config: RunConfig, task: ClickTask) -> list[CtrArm]:
 
 def _arm(config: RunConfig, task: ClickTask, *, label: str) -> CtrArm:
     network, embedding = config.network, config.embedding
-    order = _order(config, task.workload)
+    order = order_of(config, task.workload)
     num_steps = num_steps_of(config, task.workload)
     if network.topology is not None:
         topology = Topology.load(network.topology, num_nodes(config))

@@ -62,6 +62,14 @@ class ShardTotals:
     refused_pushes: int = 0
     prunes: int = 0
     alive_chunks: int = 0
+    evictions: int = 0
+    """Rows that were dropped for want of capacity, longest unused first."""
+
+    spilled_rows: int = 0
+    """Of `rows`, those that are in the spill folder now."""
+
+    recalled: int = 0
+    """Rows that came back from there."""
 
 
 class Shards:
@@ -185,11 +193,14 @@ class Shards:
                 total.resident_bytes += books["resident_bytes"]
                 total.prunes = max(total.prunes, books["prunes"])
                 total.alive_chunks += sum(books["alive_chunks"].values())
+                total.spilled_rows += books["spilled_rows"]
             for books in (book for book in (*self._books, *self._gone) if book):
                 total.staleness.update(books["staleness_histogram"])
                 total.dropped_rows += books["dropped_rows"]
                 total.lost_pushes += books["lost_pushes"]
                 total.refused_pushes += books["refused_pushes"]
+                total.evictions += books["evictions"]
+                total.recalled += books["recalled"]
         return total
 
     def _note(self, index: int, ref: Any) -> None:

@@ -33,8 +33,9 @@ from torch import Tensor
 from netsim.link import LinkLike
 from stages.embedding.auto_staleness import AutoStaleness
 from stages.embedding.embedding_spec import EmbeddingSpec
-from stages.embedding.hybrid import Hybrid, Step
+from stages.embedding.hybrid import Hybrid
 from stages.embedding.permits import Permits
+from stages.embedding.routing import Step
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.step_clicks import ClickSamples, StepClicks
 from stages.plan import StepPlan
@@ -215,7 +216,7 @@ class Feed:
         fresh = counts.staleness - self._told
         self._told = Counter(counts.staleness)
         numbers = {
-            "tau": self.permits.tau,
+            "tau": max(self.permits.tau, counts.bound),
             "in_use": self.permits.in_use,
             "staleness": {str(key): num for key, num in sorted(fresh.items())},
             "lost_pushes": counts.lost_pushes,
@@ -225,7 +226,7 @@ class Feed:
             "refused": self.num_refused,
             "resent": self.hybrid.num_resent,
         }
-        self._told_lost = counts.lost_pushes
+        self._told_lost, counts.bound = counts.lost_pushes, 0
         return numbers
 
     # --- ahead of the step ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The client of the embedding shards: Persia's hybrid of asynchronous rows and a synchronous net.
 
-Path: ray_pipe.data -> stages.embedding.hybrid -> stages.embedding.letters
+Path: ray_pipe.data -> stages.embedding.hybrid -> stages.embedding.routing
 
     ahead = hybrid.announce({"user": ids, ...})   ids leave at once, long before they are needed
     step = await hybrid.pull(ahead)               a permit first, then rows from every shard
@@ -23,73 +23,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-
-from compressors.base import CodecError, Packet
+from compressors.base import Packet
 from compressors.frame import FrameHeader
-from compressors.id_lists import dedupe
 from netsim.link import LinkLike
 from stages.embedding import letters
 from stages.embedding.asking import Asking, ShardRefused, ShardTimeout
 from stages.embedding.auto_staleness import AutoStaleness
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits
-from stages.embedding.shard_table import Rows
-from stages.embedding.shard_terms import IdSet, StalenessError
-from stages.embedding.tables import Table, check_tables, shard_of
-
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
-    """A step whose ids are on their way."""
-
-    ticket: int
-    ids: Mapping[str, Ids]
-    """Distinct ids of each table, rising."""
-
-    index: Mapping[str, Tensor]
-    """Where each occurrence is among them."""
-
-    places: Mapping[str, npt.NDArray[np.int64]]
-    """The shard of each distinct id."""
-
-    parts: Sequence[Mapping[str, IdSet]]
-    """What each shard is asked for."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """A step whose rows are here. Gradients collect in `rows[table].grad`."""
-
-    ahead: Ahead
-    rows: dict[str, Tensor]
-    pulled: Sequence[Mapping[str, Rows]]
-    v_read: list[int]
-    pull_s: float = 0.0
-    """From the permit to the rows."""
-
-    step_s: float = 0.0
-    """Forward and backward; `run` measures it, others may say it before they push."""
-
-    ended_s: float | None = None
-    """When they ended, if the push began later than that."""
-
-    @property
-    def ticket(self) -> int:
-        return self.ahead.ticket
-
-    @property
-    def index(self) -> Mapping[str, Tensor]:
-        return self.ahead.index
-
-    @property
-    def ids(self) -> Mapping[str, Ids]:
-        return self.ahead.ids
+from stages.embedding.routing import Ahead, Router, Step
+from stages.embedding.shard_terms import StalenessError
+from stages.embedding.tables import Table, check_tables
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +49,8 @@ class ClientCounts:
     """Versions that shards had acknowledged and came back without."""
 
     staleness: Counter[int] = field(default_factory=Counter)
+    bound: int = 0
+    """The largest bound of the steps that were pushed; whoever has told it sets it to 0."""
 
 
 class Hybrid:
@@ -132,7 +78,7 @@ class Hybrid:
             links, client=client, session=session, deadline_s=deadline_s, num_tries=num_tries
         )
         self.on_frame = self._asking.on_frame
-        self._wire = wire or Wire()
+        self._router = Router(self.tables, num_shards=len(links), wire=wire or Wire())
         self._version = [0] * len(self._asking.links)
         self._pushes: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -144,7 +90,7 @@ class Hybrid:
 
     def announce(self, ids: Mapping[str, Any]) -> Ahead:
         """Number a step and send its ids ahead. Any shape of int64; no permit is needed yet."""
-        ahead = self._split(self.permits.next_ticket(), ids)
+        ahead = self._router.split(self.permits.next_ticket(), ids)
         for shard, part in enumerate(ahead.parts):
             self._asking.send(shard, ahead.ticket, "ids", letters.ids_packet(part))
         return ahead
@@ -169,7 +115,7 @@ class Hybrid:
                 self._note_version(shard, header, floor[shard])
                 for shard, (header, _) in enumerate(answers)
             ]
-            rows = {name: self._join(name, ahead, pulled) for name in ahead.ids}
+            rows = {name: self._router.join(name, ahead, pulled) for name in ahead.ids}
         except BaseException:
             await asyncio.shield(self._void(ahead.ticket))
             raise
@@ -189,7 +135,9 @@ class Hybrid:
         """
         asked_s = step.ended_s or asyncio.get_running_loop().time()
         try:
-            packets = [self._gradients(step, shard) for shard in range(len(self._asking.links))]
+            packets = [
+                self._router.gradients(step, shard) for shard in range(len(self._asking.links))
+            ]
         except BaseException:
             await asyncio.shield(self._void(step.ticket))
             raise
@@ -199,6 +147,7 @@ class Hybrid:
                 for shard, packet in enumerate(packets)
             )
         finally:
+            self.counts.bound = max(self.counts.bound, self.permits.bound_of(step.ticket))
             self.permits.release(step.ticket)
         self.counts.pushed += 1
         for shard, (header, _) in enumerate(answers):
@@ -213,8 +162,10 @@ class Hybrid:
 
     def refuse_nonfinite(self, step: Step) -> None:
         """Raise `NonFiniteGradientError` by table and ids, as `push` would; sends nothing."""
-        for shard in range(len(self._asking.links)):
-            self._gradients(step, shard)
+        self._packets(step)
+
+    def _packets(self, step: Step) -> list[Packet]:
+        return [self._router.gradients(step, shard) for shard in range(len(self._asking.links))]
 
     def fail(self, error: BaseException) -> None:
         """Something beside went wrong: raised by the next `pull` or `drain`."""
@@ -231,14 +182,14 @@ class Hybrid:
     async def read(self, ids: Mapping[str, Any]) -> Step:
         """Rows for evaluation, after all that is under way: no permit, no new rows, no recency."""
         await self.drain()
-        ahead = self._split(self.permits.next_ticket(), ids)
+        ahead = self._router.split(self.permits.next_ticket(), ids)
         answers = await _all(
             self._asking.ask(shard, ahead.ticket, "read", letters.ids_packet(part))
             for shard, part in enumerate(ahead.parts)
         )
         pulled = [letters.read_rows(packet, self.tables) for _, packet in answers]
         versions = [int(header.body["version"]) for header, _ in answers]
-        rows = {name: self._join(name, ahead, pulled).detach() for name in ahead.ids}
+        rows = {name: self._router.join(name, ahead, pulled).detach() for name in ahead.ids}
         return Step(ahead=ahead, rows=rows, pulled=pulled, v_read=versions)
 
     async def drain(self) -> None:
@@ -320,49 +271,6 @@ class Hybrid:
     def num_resent(self) -> int:
         """Letters that were sent again, for want of an answer."""
         return self._asking.num_resent
-
-    # --- ids and rows -----------------------------------------------------------------------------
-
-    def _split(self, ticket: int, ids: Mapping[str, Any]) -> Ahead:
-        unknown = sorted(set(ids) - set(self.tables))
-        if unknown:
-            raise ValueError(f"sharded tables are {sorted(self.tables)}, got ids for {unknown}")
-        unique, index, places = {}, {}, {}
-        parts: list[dict[str, IdSet]] = [{} for _ in self._asking.links]
-        for name in self.tables:  # every table, in one order, so that each step is a step of each
-            array = np.asarray(ids.get(name, np.empty(0, np.int64)))
-            if array.dtype != np.int64:
-                raise TypeError(f"ids of table {name!r} are int64, got {array.dtype}")
-            unique[name], inverse, counts = dedupe(np.ascontiguousarray(array).reshape(-1))
-            index[name] = torch.from_numpy(inverse).reshape(array.shape)
-            places[name] = shard_of(unique[name], len(self._asking.links))
-            counted = counts.astype(np.float32) if self.tables[name].prune is not None else None
-            for shard, part in enumerate(parts):
-                mine = places[name] == shard
-                part[name] = IdSet(
-                    ids=unique[name][mine], counts=None if counted is None else counted[mine]
-                )
-        return Ahead(ticket=ticket, ids=unique, index=index, places=places, parts=parts)
-
-    def _join(self, name: str, ahead: Ahead, pulled: Sequence[Mapping[str, Rows]]) -> Tensor:
-        rows = np.empty((len(ahead.ids[name]), self.tables[name].dim), np.float32)
-        for shard, part in enumerate(pulled):
-            mine = ahead.places[name] == shard
-            if len(part[name].weights) != int(mine.sum()):
-                raise CodecError(f"shard {shard}, table {name!r}: not as many rows as ids")
-            rows[mine] = part[name].weights
-        return torch.from_numpy(rows).requires_grad_()
-
-    def _gradients(self, step: Step, shard: int) -> Packet:
-        gradients, ids = {}, {}
-        for name, rows in step.rows.items():
-            mine = step.ahead.places[name] == shard
-            whole = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            gradients[name] = np.ascontiguousarray(whole.numpy()[mine], np.float32)
-            ids[name] = step.ahead.ids[name][mine]
-        return letters.gradients_packet(
-            gradients, step.pulled[shard], ids, self.tables, self._wire.gradients
-        )
 
     async def _void(self, ticket: int) -> None:
         self.counts.voided += 1

@@ -1,6 +1,6 @@
 """What embedding clients and shards write to each other, as packets.
 
-Path: stages.embedding.hybrid -> stages.embedding.letters -> compressors.base
+Path: stages.embedding.routing -> stages.embedding.letters -> compressors.base
 
     ids        each table's distinct ids, and how often they occurred where that is a score
     rows       the answer to a pull: weights of alive chunks, and which chunks those are

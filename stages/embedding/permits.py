@@ -32,7 +32,7 @@ class Permits:
 
         self.num_clients = num_clients
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}  # ticket -> the bound when it was given
         self._idle: list[asyncio.Future[None]] = []
         self._last_ticket = first_ticket - 1
 
@@ -44,6 +44,10 @@ class Permits:
     def held(self) -> frozenset[int]:
         """Tickets of the steps that are under way."""
         return frozenset(self._held)
+
+    def bound_of(self, ticket: int) -> int:
+        """How stale the step may be: the bound when it got its permit, whatever it is now."""
+        return self._held.get(ticket, self.tau)
 
     def next_ticket(self) -> int:
         """A number that no other step has."""
@@ -66,13 +70,13 @@ class Permits:
                 elif turn in self._waiting:
                     self._waiting.remove(turn)
                 raise
-        self._held.add(ticket)
+        self._held[ticket] = self.tau
 
     def release(self, ticket: int) -> None:
         """Give a step's permit back; a second time is nothing."""
         if ticket not in self._held:
             return
-        self._held.remove(ticket)
+        del self._held[ticket]
         self.free += 1
         self._wake()
         if not self._held:

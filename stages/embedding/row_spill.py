@@ -33,6 +33,12 @@ Name = tuple[int, int]
 
 AT_ONCE = 4096
 
+HEADROOM = 8
+"""A store is kept so far from full, a part of its capacity: an update writes a new version beside
+the old one, and one that finds no memory in the middle of a step cannot be taken back."""
+
+MAX_CUTS = 16
+
 
 class SpillCorruptError(RowStoreError):
     """A record on disk is missing, short, or not what was written."""
@@ -103,6 +109,8 @@ class SpillingTable:
         if not table.spill:
             raise ValueError(f"table {table.name!r} was not made with spill=True")
         self._store, self.table, self.tier = store, table, tier
+        self._peers: list[SpillingTable] = store.spilling
+        self._peers.append(self)
         self._over: deque[tuple[int, Name]] = deque()  # (stamp from which nobody needs it, record)
         self.spilled = self.recalled = 0
 
@@ -116,7 +124,7 @@ class SpillingTable:
             try:
                 return self.table.lookup(ids, out, mask)
             except StoreFullError:
-                if not self.spill_out(max(64, len(ids)), keep=ids):
+                if not self._make_room(len(ids), keep=ids):
                     raise
 
     def read(self, ids: Array) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
@@ -145,12 +153,13 @@ class SpillingTable:
                     self.table.restore(some, rows)
                     break
                 except StoreFullError:
-                    if not self.spill_out(max(64, len(some)), keep=some):
+                    if not self._make_room(len(some), keep=some):
                         raise
 
     def announce(self, ids: Array) -> int:
         """Brings back those of these rows that are on disk; returns how many."""
         ids = np.unique(check("ids", ids, np.int64, (None,)))
+        self._keep_headroom(ids)
         stamps, on_disk = np.zeros(len(ids), np.uint64), np.zeros(len(ids), np.uint64)
         self.table.core.stamps(ids, None, stamps, on_disk)
         there = on_disk != 0
@@ -169,7 +178,7 @@ class SpillingTable:
         done = np.zeros(len(names), np.uint8)
         came = int(self.table.core.recall(keys, stamps, raw, done))
         while not done.all():
-            if not self.spill_out(max(64, len(names)), keep=keep):
+            if not self._make_room(len(names), keep=keep):
                 raise self.table.full_error(f"{int((done == 0).sum())} spilled rows cannot return")
             left = done == 0
             again = np.zeros(int(left.sum()), np.uint8)
@@ -184,6 +193,31 @@ class SpillingTable:
         self._over.extend((now, name) for name in names)
         self._forget()
         return came
+
+    def _keep_headroom(self, ids: Array) -> None:
+        """Room for these rows and their next versions, before anything is written."""
+        for _ in range(MAX_CUTS):
+            stats = self._store.stats()
+            row = stats["tables"][self.table.name]["row_bytes"]
+            least = self._store.capacity // HEADROOM
+            wanted = min(max(least, 2 * len(ids) * row), 4 * least)
+            if stats["used_bytes"] + wanted <= self._store.capacity:
+                return
+            if not self._make_room(len(ids), keep=ids):
+                return
+
+    def _make_room(self, num_rows: int, *, keep: Array) -> bool:
+        """Rows go down where most are in memory: here, or in another table of the same store,
+        which would otherwise keep what it took first while this one had no room at all."""
+        for one in sorted(self._peers, key=SpillingTable._in_memory, reverse=True):
+            if one.spill_out(max(64, num_rows), keep=keep if one is self else None):
+                self._store.compact()  # what another table frees must become whole slabs
+                return True
+        return False
+
+    def _in_memory(self) -> int:
+        stats = self.table.stats()
+        return int(stats["rows"] - stats["spilled_rows"])
 
     def spill_out(self, num_rows: int, *, keep: Array | None = None) -> int:
         """Writes the rows that were used longest ago to disk; returns how many went.

@@ -51,6 +51,9 @@ class RowStore:
             self.capacity, nbytes_of(slab), pages == "huge", nbytes_of(snapshot_budget)
         )
         self._tables: dict[str, RowTable] = {}
+        self.spilling: list[Any] = []
+        """Tables with a disk below them (`row_spill`): they make room for each other."""
+
         self._forked = False
         _stores.add(self)
 

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
+from ray_pipe import ctr_run
 from ray_pipe.cluster import StageActors, nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
-from ray_pipe.ctr_workload import click_task, ctr_arms
+from ray_pipe.ctr_workload import CtrArm, click_task, ctr_arms
+from ray_pipe.sections import CheckpointConfig
 from ray_pipe.shards import Shards
+from ray_pipe.trainer import Silent
 from stages.embedding.embedding_spec import ShardMishap
 from stages.mishap import Mishap
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 16
+
+
+class Told(Silent):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def on_warning(self, text: str) -> None:
+        self.warnings.append(text)
 
 
 def config(tau: int) -> RunConfig:
@@ -77,6 +93,37 @@ def test_training_goes_on_lost_pushes_are_counted_and_none_is_applied_twice(
     assert newcomer["version"] + lost == STEPS - (applied_before - (point == "applied"))
     assert newcomer["staleness_max"] <= tau
     assert numbers["in_use"] == 0
+
+
+def test_a_shard_that_dies_comes_back_with_the_rows_of_the_last_checkpoint(
+    cluster: None, tmp_path: Path
+) -> None:
+    """Through the run itself: the saver's files, the watch, the report's words."""
+    own = replace(config(0), out=str(tmp_path), checkpoint=CheckpointConfig(every=4))
+    mishap = ShardMishap(shard=1, point="applied", version=9)
+    observer = Told()
+    with pytest.MonkeyPatch.context() as patch:
+        plain = ctr_run.ctr_arms
+
+        def with_mishap(*args: Any) -> list[CtrArm]:
+            return [
+                replace(arm, embedding=replace(arm.embedding, mishaps=(mishap,)))
+                for arm in plain(*args)
+            ]
+
+        patch.setattr(ctr_run, "ctr_arms", with_mishap)
+        outcome = ctr_run.run(own, observer)
+
+    (arm,) = outcome.results["arms"]
+    (text,) = [warning for warning in observer.warnings if "embedding shard" in warning]
+    (rows,) = re.findall(r"begins with ([\d,]+) rows of the last checkpoint", text)
+    assert 0 < int(rows.replace(",", "")) < arm["rows"]
+    assert arm["lost_pushes"] == 1  # the one that was applied, but not acknowledged
+    assert arm["lost_versions"] in (0, 4)  # that of step 8, or before if it was being written
+    assert arm["staleness_max"] == 0
+    assert len(arm["losses"]) == STEPS
+    assert arm["auc"] is not None
+    assert [failure["source"] for failure in outcome.results["failures"]] == ["checkpoint"]
 
 
 def test_a_dense_stage_that_dies_leaves_the_rows_and_the_run_goes_on(cluster: None) -> None:

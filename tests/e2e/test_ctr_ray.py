@@ -20,6 +20,7 @@ from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_run import run
 from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
+from ray_pipe.errors import ConfigError
 from ray_pipe.models.dlrm import dlrm_blocks
 from ray_pipe.plans import optim_spec
 from ray_pipe.shards import Shards
@@ -175,3 +176,47 @@ def test_a_run_resumed_on_another_number_of_shards_is_the_unbroken_one_to_the_bi
     (part / "shard_1_of_2.safetensors").write_bytes(data[:-100])
     with pytest.raises(CheckpointError, match=r"shard_1_of_2.safetensors has .* bytes.*cut off"):
         run(config(**plain, **{"checkpoint.resume": str(part), "name": "cut"}), Silent())
+
+
+def test_rows_that_do_not_fit_are_spilled_and_the_run_is_the_same_to_the_bit(
+    cluster: None, tmp_path: Path
+) -> None:
+    plain = {
+        "embedding.staleness": "0",
+        "embedding.wire": "fp32",
+        "embedding.dim": 256,
+        "data.num_samples": 6000,
+        "steps": 40,
+        "out": str(tmp_path),
+    }
+    whole = run(config(**plain, name="whole"), Silent())
+    small = {"embedding.capacity": "4MiB", "embedding.spill": str(tmp_path / "rows")}
+    spilled = run(config(**plain, **small, name="spilled"), Silent())
+
+    (ours,), (theirs,) = spilled.results["arms"], whole.results["arms"]
+    assert [loss for _, _, loss in ours["losses"]] == [loss for _, _, loss in theirs["losses"]]
+    assert (ours["auc"], ours["log_loss"]) == (theirs["auc"], theirs["log_loss"])
+    assert ours["rows"] == theirs["rows"]
+    assert theirs["spilled_rows"] == theirs["recalled_rows"] == theirs["evicted_rows"] == 0
+    assert ours["row_bytes"] < 4 << 20 < theirs["row_bytes"]
+    assert ours["spilled_rows"] > 0
+    assert ours["recalled_rows"] > 0
+    assert spilled.path is not None
+    assert "rows are in the spill folder" in (spilled.path / "report.html").read_text()
+    tiny = {"embedding.capacity": "1MiB", "embedding.spill": str(tmp_path / "rows")}
+    with pytest.raises(ConfigError, match=r"--capacity 1MiB is less than the rows of one step"):
+        run(config(**plain, **tiny, name="tiny"), Silent())
+
+
+def test_a_pruned_run_on_ray_has_the_bytes_that_were_asked_for(
+    cluster: None, tmp_path: Path
+) -> None:
+    pruned = {"embedding.prune": 0.6, "embedding.dim": 32, "steps": 16, "out": str(tmp_path)}
+    (arm,) = run(config(**pruned, **{"embedding.staleness": "2"}), Silent()).results["arms"]
+
+    whole = arm["rows"] * (32 + 12 + 2 * 4 * 32 + 12)  # header, utilities, Adagrad's rows, index
+    assert arm["prunes"] >= 8
+    assert arm["row_bytes"] / whole == pytest.approx(0.4, abs=0.05)
+    assert arm["staleness_max"] <= 2
+    with pytest.raises(ConfigError, match=r"--prune 0\.9 .*the ratio must be below 0\.8"):
+        run(config(**{"embedding.prune": 0.9, "embedding.dim": 32}), Silent())

@@ -14,9 +14,10 @@ from netsim.link import Link
 from netsim.shaper import Uplink
 from netsim.topology import LinkSpec
 from stages.embedding.auto_staleness import AutoStaleness
-from stages.embedding.hybrid import Hybrid, Step
+from stages.embedding.hybrid import Hybrid
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits
+from stages.embedding.routing import Step
 from stages.embedding.row_rules import Sgd
 from stages.embedding.shard import Shard
 from stages.embedding.shard_server import ShardServer
@@ -174,6 +175,7 @@ def test_permits_that_become_fewer_hold_as_soon_as_steps_come_home() -> None:
         for ticket in range(4):
             await permits.acquire(ticket)
         permits.resize(1)
+        assert permits.bound_of(2) == 3  # it was given under the bound of before
         late = asyncio.get_running_loop().create_task(permits.acquire(4))
         permits.release(0)
         permits.release(1)
@@ -181,7 +183,7 @@ def test_permits_that_become_fewer_hold_as_soon_as_steps_come_home() -> None:
         assert not late.done()  # two are under way, and two is the bound
         permits.release(2)
         await late
-        assert (permits.in_use, permits.free) == (2, 0)
+        assert (permits.in_use, permits.free, permits.bound_of(4)) == (2, 0, 1)
         more = asyncio.get_running_loop().create_task(permits.acquire(5))
         await asyncio.sleep(0)
         permits.resize(2)

@@ -53,6 +53,19 @@ HYBRID = {
 }
 
 
+def test_rows_that_had_no_room_are_told_beside_the_verdict() -> None:
+    dropped = results(arm("hybrid", evicted_rows=1200))
+    spilled = results(arm("hybrid", rows=9000, spilled_rows=7000, recalled_rows=41_000))
+
+    assert verdict(dropped).endswith(
+        "hybrid: 1,200 rows were dropped for want of memory and began anew when they were seen "
+        "again; raise --capacity, or keep them with --spill."
+    )
+    assert verdict(spilled).endswith(
+        "hybrid: 7,000 of 9,000 rows are in the spill folder, 41,000 came back from it."
+    )
+
+
 def test_the_verdict_tells_speed_bytes_and_what_quality_it_cost() -> None:
     found = results(arm("fp32"), arm("hybrid", **HYBRID))
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ray_pipe.config import RunConfig
-from ray_pipe.ctr_workload import ClickLoss, check_capacity, click_task, ctr_arms
+from ray_pipe.ctr_checks import check_capacity
+from ray_pipe.ctr_workload import ClickLoss, click_task, ctr_arms
 from ray_pipe.errors import ConfigError
 
 

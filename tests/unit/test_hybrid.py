@@ -19,9 +19,10 @@ from netsim.link import Link
 from netsim.shaper import Uplink
 from netsim.topology import LinkSpec
 from stages.embedding.asking import ShardRefused, ShardTimeout
-from stages.embedding.hybrid import Hybrid, Step
+from stages.embedding.hybrid import Hybrid
 from stages.embedding.letters import Wire
 from stages.embedding.permits import Permits, tau_for
+from stages.embedding.routing import Step
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_rules import Adagrad, Adam, RowAdagrad, Sgd, Uniform
 from stages.embedding.shard import Shard

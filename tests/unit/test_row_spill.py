@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from stages.embedding.row_errors import RowsOnDiskError, StoreFullError
-from stages.embedding.row_rules import Adam, RowAdagrad, Uniform
+from stages.embedding.row_rules import Adagrad, Adam, RowAdagrad, Uniform
 from stages.embedding.row_spill import LmdbTier, Name, SpillCorruptError, SpillingTable
 from stages.embedding.row_store import RowStore
+from stages.embedding.shard import Shard
+from stages.embedding.tables import Table
 
 CORES = ["native", "twin"]
 both = pytest.mark.parametrize("core", CORES)
@@ -194,3 +196,31 @@ def test_only_a_table_made_for_it_can_spill(tmp_path: Path) -> None:
     store = RowStore(capacity="8MiB", slab="64KiB", core="native")
     with pytest.raises(ValueError, match="spill=True"):
         SpillingTable(store, store.table("t", dim=2), LmdbTier(tmp_path, max_bytes=1 << 24))
+
+
+@both
+def test_tables_of_one_store_make_room_for_each_other_and_lose_no_bit(
+    tmp_path: Path, core: str
+) -> None:
+    """One grows and would take everything; the other comes late. No table has `max_rows`."""
+    tables = tuple(Table(name=name, dim=64, optimizer=Adagrad(lr=0.1)) for name in "ab")
+    common: dict[str, Any] = {"index": 0, "tau": 0, "slab": "16KiB", "pages": "4k", "core": core}
+    small = Shard(tables, capacity="512KiB", spill=str(tmp_path), **common)
+    whole = Shard(tables, capacity="16MiB", **common)
+    generator = np.random.default_rng(0)
+    for step in range(60):
+        late = np.unique(generator.integers(0, 4 * step + 1, step + 1))
+        for name, ids in (("a", np.arange(20 * step, 20 * (step + 1))), ("b", late)):
+            gradients = generator.standard_normal((len(ids), 64)).astype(np.float32)
+            for shard in (small, whole):
+                rows = shard.rows[name].pull(ids)
+                assert shard.rows[name].apply(ids, gradients, None, rows) == 0
+
+    for name in "ab":
+        ids = np.sort(np.concatenate([part.keys for part in whole.rows[name].scan()]))
+        ours, theirs = (shard.rows[name].read(ids).weights for shard in (small, whole))
+        assert np.array_equal(ours, theirs)
+    stats = {name: small.rows[name].stats() for name in "ab"}
+    assert stats["a"]["spilled_rows"] > 600
+    assert core == "twin" or stats["b"]["recalled"] > 100  # the twin has no queues to pay for
+    small.close()
