@@ -214,7 +214,8 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README.parent / "docs" / "replicas.md": {
         "sync_virtual": sync_tables.virtual,
         "sync_real": sync_tables.real,
-        "sync_like": sync_tables.like,
+        "sync_like": sync_tables.like_sgd,
+        "sync_like_adam": sync_tables.like_adam,
         "sync_unlike": sync_tables.unlike,
         "sync_peer": sync_tables.peer,
         "sync_scale": sync_tables.scale,

@@ -1,26 +1,33 @@
 """Does it learn the same? A tiny GPT on equal shards, and unlike shards with late neighbours.
 
-    python benchmarks/sync_quality.py            both tables and the JSON (about three minutes)
+    python benchmarks/sync_quality.py               all of it (about ten minutes of one core)
+    python benchmarks/sync_quality.py --part adam   a part; the rest of the JSON stays
 
 Like data: a GPT of two layers on Python's own documentation, four replicas, every strategy, three
-seeds, equally many epochs; the loss is that of the mean model on text that nobody trained on. SGD
-with momentum, whose steps add up: Adam's do not, a replica that normalises its own noisy gradient
-makes smaller steps than one that normalises the mean. quantized-adam is held against Adam.
-Unlike data: 16 replicas whose optima differ, and logistic regression on shards that hold one side
-of the examples each; the gap is the mean model's loss above the best possible, averaged over the
-last quarter of the run. All in virtual time, with the classes that run in the actors.
+seeds, equally many epochs; the loss is that of the mean model on text that nobody trained on. As in
+a run of ours gradients are clipped to a norm of 1: without that the first large ones fill a
+replica's own moments, and the strategies part by 2 to 6 %. The learning rate warms up and decays.
+
+`sgd`: momentum 0.9, whose steps add up, so that averaging parameters is averaging gradients but
+for where they were taken. `adam`: AdamW, and quantized-adam against it. A replica that normalises
+its own noisy gradient makes shorter steps than one that normalises the mean of n, by up to sqrt(n);
+so strategies that average parameters are given a learning rate sqrt(n) larger.
+
+Unlike data (`sync_unlike.py`): 16 replicas, how far the mean model stays above the best possible
+once it no longer falls. All in virtual time, with the classes that run in the actors.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-from collections.abc import Callable
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench import arguments, load, markdown, write
+from bench import arguments, load, write
+from sync_tables import like_table
+from sync_unlike import unlike_data
 from torch import Tensor, nn
 
 from compressors.registry import CodecSpec
@@ -28,19 +35,22 @@ from netsim.clock import run_virtual
 from netsim.topology import Topology
 from ray_pipe.data import TextSamples, read_text
 from ray_pipe.models.gpt import GPTShape, gpt_block
+from stages.optim import OptimSpec, lr_at, make_optimizer, set_lr
 from stages.sync.fleet import Fleet, num_nodes
-from stages.sync.hop import Hop
-from stages.sync.problems import ModuleTrainer, Quadratic
+from stages.sync.problems import ModuleShard, ModuleTrainer
 from stages.sync.strategies import SyncSpec
 from stages.sync.trial import Costs
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-SHAPE = GPTShape(layers=2, width=48, heads=4, context=48)
-NUM, BATCH, NUM_SAMPLES, NUM_HELD_OUT, EPOCHS = 4, 8, 768, 128, 8
-
-ADAM = "all-reduce, Adam"
-LIKE = {
-    "all-reduce": SyncSpec(),
+SHAPE = GPTShape(layers=2, width=32, heads=2, context=32)
+NUM, BATCH, NUM_SAMPLES, NUM_HELD_OUT, EPOCHS = 4, 8, 1536, 256, 8
+STEPS = EPOCHS * NUM_SAMPLES // NUM // BATCH
+WARMUP, CLIP = STEPS // 20, 1.0
+LR = {"sgd": 0.1, "adam": 1e-3}
+OPTIM = {
+    "sgd": OptimSpec(name="sgd", momentum=0.9, weight_decay=0.0),
+    "adam": OptimSpec(name="adamw", weight_decay=0.0),
+}
+AVERAGING = {
     "local, 4 steps": SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
     "ripples, pairs": SyncSpec(name="ripples", group_size=2),
     "ripples, ruler": SyncSpec(name="ripples", groups="ruler"),
@@ -50,14 +60,58 @@ LIKE = {
     "hop, stale 3": SyncSpec(name="hop", staleness=3),
     "hop, skip 4": SyncSpec(name="hop", backup_workers=1, skip=4),
     "hop, 8 bits": SyncSpec(name="hop", codec=CodecSpec(name="directq", bits=8)),
-    ADAM: SyncSpec(),
-    "quantized-adam, 4 bits": SyncSpec(
-        name="quantized-adam", warmup=40, codec=CodecSpec(name="directq", bits=4)
-    ),
+}
+"""Strategies that average parameters."""
+
+QUANTIZED = SyncSpec(
+    name="quantized-adam", warmup=STEPS // 4, codec=CodecSpec(name="directq", bits=4)
+)
+LIKE = {
+    "sgd": {"all-reduce": SyncSpec(), **AVERAGING},
+    "adam": {"all-reduce": SyncSpec(), "quantized-adam, 4 bits": QUANTIZED, **AVERAGING},
 }
 
 
-def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, adam: bool) -> float:
+def rate(optimizer: str, name: str) -> float:
+    """The peak learning rate of a strategy."""
+    wider = optimizer == "adam" and name in AVERAGING
+    return LR[optimizer] * (math.sqrt(NUM) if wider else 1.0)
+
+
+class GptShard(ModuleShard):
+    """Clips and follows the schedule, as a stage does."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
+        super().__init__(module, optimizer, lr=lr)
+        self._peak = lr
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
+
+    def update(self, k: int) -> None:
+        self.clip()
+        set_lr(self.optimizer, self.lr(k))
+        super().update(k)
+
+    def lr(self, k: int) -> float:
+        return lr_at(
+            k, lr=self._peak, warmup_steps=WARMUP, num_steps=STEPS, decay="cosine", min_ratio=0.0
+        )
+
+
+class GptTrainer(ModuleTrainer):
+    """A replica; with `clips_first` what it exchanges is clipped, as quantized-adam's is."""
+
+    clips_first = False
+
+    async def compute(self, k: int) -> None:
+        await super().compute(k)
+        shard = self.shards[0]
+        if self.clips_first and isinstance(shard, GptShard):
+            shard.clip()
+
+
+def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, optimizer: str, lr: float) -> float:
     """Held-out loss of the mean model after `EPOCHS` epochs."""
     shard = NUM_SAMPLES // NUM
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
@@ -72,22 +126,22 @@ def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, adam: bool) -> float:
         own = order[replica * shard : (replica + 1) * shard][torch.randperm(shard, generator=turn)]
         return loss_of(module, tokens[own[place : place + BATCH]])
 
-    def make(replica: int) -> ModuleTrainer:
+    def make(replica: int) -> GptTrainer:
         module = nn.Sequential(*(gpt_block(SHAPE, i, seed=seed) for i in range(SHAPE.layers)))
-        own = module.parameters()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.9)
-        if adam:
-            optimizer = torch.optim.AdamW(own, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        own = make_optimizer(OPTIM[optimizer], module.parameters())
         times = Costs().compute_time(NUM, "", seed)
-        return ModuleTrainer(
-            replica, module, loss_at=loss_at, optimizer=optimizer, lr=1e-3, compute_s=times
+        trainer = GptTrainer(
+            replica, module, loss_at=loss_at, optimizer=own, lr=lr, compute_s=times
         )
+        trainer.clips_first = sync.name == "quantized-adam"
+        trainer.shards = [GptShard(module, own, lr=lr)]
+        return trainer
 
     trainers = [make(replica) for replica in range(NUM)]
 
     async def main() -> None:
         topology = Topology.uniform(num_nodes(NUM), bandwidth_bps=1e8, latency_s=0.02)
-        await Fleet(sync=sync, trainers=trainers, topology=topology).run(EPOCHS * shard // BATCH)
+        await Fleet(sync=sync, trainers=trainers, topology=topology).run(STEPS)
 
     run_virtual(main())
     mean = torch.stack([trainer.shards[0].parameters() for trainer in trainers]).mean(0)
@@ -96,198 +150,50 @@ def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, adam: bool) -> float:
         return float(loss_of(trainers[0].module, tokens[NUM_SAMPLES:]))
 
 
-def like_data(seeds: int) -> dict[str, Any]:
+def windows() -> Tensor:
+    """Samples from all over the text, in a fixed order; the last ones are held out."""
     samples = TextSamples(read_text("pydoc"), context=SHAPE.context)
     step = len(samples) // (NUM_SAMPLES + NUM_HELD_OUT)
     picked = samples.batch([step * i for i in range(NUM_SAMPLES + NUM_HELD_OUT)])
     tokens = torch.cat([picked.inputs, picked.targets[:, -1:]], dim=1)
-    tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
+    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
+
+
+def like_data(optimizer: str, seeds: int) -> dict[str, Any]:
+    tokens = windows()
     found: dict[str, Any] = {}
-    base: list[float] = []
-    for name, sync in LIKE.items():
-        adam = name == ADAM or sync.name == "quantized-adam"
-        losses = [gpt_loss(sync, seed, tokens, adam=adam) for seed in range(seeds)]
-        base = losses if name == ADAM or not base else base
+    for name, sync in LIKE[optimizer].items():
+        start = time.process_time()
+        lr = rate(optimizer, name)
+        losses = [gpt_loss(sync, seed, tokens, optimizer=optimizer, lr=lr) for seed in range(seeds)]
+        base = found["all-reduce"]["losses"] if found else losses
         apart = [loss / exact - 1 for loss, exact in zip(losses, base, strict=True)]
-        found[name] = {"losses": losses, "apart": apart}
+        found[name] = {"losses": losses, "apart": apart, "lr": lr}
         print(
-            name, [round(x, 4) for x in losses], f"{100 * max(apart, key=abs):+.2f} %", flush=True
+            f"{optimizer} {name}: {[round(x, 4) for x in losses]}, "
+            f"{100 * max(apart, key=abs):+.2f} %, {time.process_time() - start:.0f} s of CPU",
+            flush=True,
         )
-    return found
-
-
-# --- unlike data ----------------------------------------------------------------------------------
-
-UNLIKE = {
-    "hop": SyncSpec(name="hop"),
-    "hop, stale 5": SyncSpec(name="hop", staleness=5),
-    "hop, backup 1": SyncSpec(name="hop", backup_workers=1),
-    "hop, skip 8": SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8),
-    "all-reduce": SyncSpec(),
-    "ripples": SyncSpec(name="ripples"),
-    "ad-psgd": SyncSpec(name="ad-psgd"),
-}
-STRAGGLERS = {"one 4x": "2:4x", "random 6x": "random:6x@0.0625"}
-SIXTEEN = 16
-
-
-def quadratics(slow: str) -> tuple[list[Any], Callable[[Tensor], float]]:
-    """Every replica has an optimum of its own; the best point is their mean."""
-    generator = torch.Generator().manual_seed(5)
-    optima = 1.0 + torch.randn(SIXTEEN, 8, generator=generator, dtype=torch.float64)
-    times = Costs().compute_time(SIXTEEN, slow, 0)
-    start = torch.zeros(8, dtype=torch.float64)
-    trainers = [
-        Quadratic(r, start=start, optimum=optima[r], lr=0.1, noise=0.5, compute_s=times)
-        for r in range(SIXTEEN)
-    ]
-    return trainers, lambda x: float((x - optima.mean(0)).pow(2).sum() / 2)
-
-
-def logistic(slow: str) -> tuple[list[Any], Callable[[Tensor], float]]:
-    """Shards sorted by the rule's first feature; the best point is found by Newton-like descent."""
-    generator = torch.Generator().manual_seed(6)
-    inputs = torch.randn(1024, 6, generator=generator, dtype=torch.float64)
-    noise = 0.5 * torch.randn(1024, generator=generator, dtype=torch.float64)
-    targets = (inputs.sum(1) + noise > 0).double()
-    order = inputs[:, 0].argsort()
-    inputs, targets = inputs[order], targets[order]
-    decay = 0.02
-
-    def loss_of(weights: Tensor, rows: slice) -> Tensor:
-        found = nn.functional.binary_cross_entropy_with_logits(
-            inputs[rows] @ weights, targets[rows]
-        )
-        return found + decay * weights.pow(2).sum() / 2
-
-    best = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    descent = torch.optim.LBFGS([best], max_iter=200, tolerance_grad=1e-12)
-
-    def closure() -> Tensor:
-        descent.zero_grad()
-        loss = loss_of(best, slice(None))
-        loss.backward()
-        return loss
-
-    descent.step(closure)
-    floor = float(loss_of(best.detach(), slice(None)))
-    times = Costs().compute_time(SIXTEEN, slow, 0)
-
-    def batch_of(replica: int, k: int) -> slice:
-        start = 64 * replica + 16 * (k % 4)
-        return slice(start, start + 16)
-
-    class Linear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.Parameter(torch.zeros(6, dtype=torch.float64))
-
-    def make(replica: int) -> ModuleTrainer:
-        module = Linear()
-        return ModuleTrainer(
-            replica,
-            module,
-            loss_at=lambda m, r, k: loss_of(m.weights, batch_of(r, k)),
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
-            lr=0.5,
-            compute_s=times,
-        )
-
-    return (
-        [make(r) for r in range(SIXTEEN)],
-        lambda x: float(loss_of(x, slice(None))) - floor,
-    )
-
-
-PROBLEMS = {"quadratic": quadratics, "logistic": logistic}
-
-
-class MeanOfReceived(Hop):
-    """The trap: renormalises over whoever arrived."""
-
-    async def complete(self, plan: Any) -> Any:
-        from dataclasses import replace
-
-        tag = plan.number
-        plan = await super().complete(plan)
-        there = {j: w for j, w in plan.weights.items() if plan.versions.get(j) == tag}
-        return replace(plan, weights=dict.fromkeys(there, 1 / (1 + len(there))))
-
-
-def steady_gap(problem: str, slow: str, sync: SyncSpec, *, trap: bool, seconds: float) -> float:
-    trainers, gap_of = PROBLEMS[problem](slow)
-    seen: list[float] = []
-
-    async def main() -> None:
-        import asyncio
-
-        from stages.sync.strategies import Assembly
-
-        class Trapped(Assembly):
-            def strategy(self, post: Any, exchanges: Any) -> Any:
-                made = super().strategy(post, exchanges)
-                made.__class__ = MeanOfReceived
-                return made
-
-        fleet = Fleet(
-            sync=sync,
-            trainers=trainers,
-            topology=Topology.uniform(num_nodes(SIXTEEN), latency_s=0.02),
-            assembly=Trapped if trap else Assembly,
-        )
-
-        async def sample() -> None:
-            for count in range(1, 201):
-                await asyncio.sleep(seconds * count / 200 - asyncio.get_running_loop().time())
-                vectors = [trainer.shards[0].parameters() for trainer in trainers]
-                seen.append(gap_of(torch.stack(vectors).mean(0)))
-
-        sampling = asyncio.create_task(sample())
-        await fleet.run_for(seconds)
-        await sampling
-
-    run_virtual(main())
-    return statistics.mean(seen[-50:])
-
-
-def unlike_data(seconds: float) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for problem in PROBLEMS:
-        for name, sync in UNLIKE.items():
-            for trap in (False, True):
-                if trap and name not in ("hop, stale 5", "hop, backup 1"):
-                    continue
-                label = f"{name}, mean of whoever came (the trap)" if trap else name
-                row = found.setdefault(label, {})
-                for case, slow in STRAGGLERS.items():
-                    row[f"{problem}, {case}"] = steady_gap(
-                        problem, slow, sync, trap=trap, seconds=seconds
-                    )
-                print(problem, label, {k: f"{v:.2g}" for k, v in row.items()}, flush=True)
     return found
 
 
 def main() -> None:
     parser = arguments("sync_quality", __doc__ or "")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=400.0, help="of the unlike data's runs")
-    parser.add_argument("--keep-like", action="store_true", help="measure unlike data only")
+    parser.add_argument("--part", choices=["all", "sgd", "adam", "unlike"], default="all")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    like = load(args.out)["like"] if args.keep_like else like_data(args.seeds)
-    unlike = unlike_data(args.seconds)
-    rows = [
-        [name, *(f"{x:.4f}" for x in row["losses"]), f"{100 * max(row['apart'], key=abs):+.2f} %"]
-        for name, row in like.items()
-    ]
-    print("\n" + markdown(["strategy", *(f"seed {i}" for i in range(args.seeds)), "worst"], rows))
-    cases = list(unlike["hop"])
-    rows = [
-        [name, *(f"{row[c]:.2g} ({row[c] / unlike['hop'][c]:.2g}x)" for c in cases)]
-        for name, row in unlike.items()
-    ]
-    print("\n" + markdown(["strategy", *cases], rows))
-    write(args.out, {"like": like, "unlike": unlike, "seconds": args.seconds})
+    path: Path = args.out
+    results = load(path) if path.exists() else {}
+    results = {key: results[key] for key in ("like", "unlike") if key in results}
+    for part in ("sgd", "adam"):
+        if args.part in ("all", part):
+            results.setdefault("like", {})[part] = like_data(part, args.seeds)
+            print("\n" + like_table(results["like"][part]) + "\n", flush=True)
+    if args.part in ("all", "unlike"):
+        results["unlike"] = unlike_data()
+    settings = {"replicas": NUM, "batch": BATCH, "samples": NUM_SAMPLES, "epochs": EPOCHS}
+    write(path, {**results, "settings": {**settings, "steps": STEPS, "clip": CLIP}})
 
 
 if __name__ == "__main__":

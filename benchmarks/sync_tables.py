@@ -65,33 +65,59 @@ def _found(name: str) -> dict[str, Any] | None:
     return load(path) if path.exists() else None
 
 
-def like() -> str:
-    """Held-out losses of a tiny GPT."""
-    quality = _found("sync_quality.json")
-    if quality is None:
-        return "Not measured yet."
-    found = quality["like"]
-    seeds = [f"seed {i}" for i in range(len(next(iter(found.values()))["losses"]))]
+def like_table(found: Mapping[str, Any]) -> str:
+    """One optimizer's table."""
+    seeds = [f"seed {i}" for i in range(len(found["all-reduce"]["losses"]))]
     rows = [
-        [name, *(f"{x:.4f}" for x in row["losses"]), f"{100 * max(row['apart'], key=abs):+.2f} %"]
+        [
+            name,
+            f"{row['lr']:g}",
+            *(f"{x:.4f}" for x in row["losses"]),
+            f"{100 * sum(row['apart']) / len(row['apart']):+.2f} %",
+            f"{100 * max(row['apart'], key=abs):+.2f} %",
+        ]
         for name, row in found.items()
     ]
-    return markdown(["strategy", *seeds, "furthest from all-reduce"], rows)
+    return markdown(["strategy", "peak rate", *seeds, "mean", "furthest"], rows)
+
+
+def unlike_table(found: Mapping[str, Any]) -> str:
+    """Gaps, and as multiples of standard Hop's."""
+    cases = list(found["hop"])
+
+    def cell(name: str, case: str) -> str:
+        own, standard = found[name][case], found["hop"][case]["gap"]
+        text = f"{own['gap']:.2g} ({own['gap'] / standard:.2g}x)"
+        return text if own["steady"] else f"{text}, not steady"
+
+    names = sorted(found, key=lambda name: "trap" in name)
+    return markdown(["strategy", *cases], [[n, *(cell(n, c) for c in cases)] for n in names])
+
+
+def like(optimizer: str) -> str:
+    """Held-out losses of a tiny GPT."""
+    quality = _found("sync_quality.json")
+    if quality is None or optimizer not in quality.get("like", {}):
+        return "Not measured yet."
+    return like_table(quality["like"][optimizer])
+
+
+def like_sgd() -> str:
+    """With SGD and momentum."""
+    return like("sgd")
+
+
+def like_adam() -> str:
+    """With AdamW."""
+    return like("adam")
 
 
 def unlike() -> str:
     """Steady-state gaps on unlike data."""
     quality = _found("sync_quality.json")
-    if quality is None:
+    if quality is None or "unlike" not in quality:
         return "Not measured yet."
-    found = quality["unlike"]
-    cases = list(found["hop"])
-    order = sorted(found, key=lambda name: "trap" in name)
-    rows = [
-        [name, *(f"{found[name][c]:.2g} ({found[name][c] / found['hop'][c]:.2g}x)" for c in cases)]
-        for name in order
-    ]
-    return markdown(["strategy", *cases], rows)
+    return unlike_table(quality["unlike"])
 
 
 def peer() -> str:

@@ -69,6 +69,9 @@ def _row_from(saved: Mapping[str, Any]) -> StepRow:
     values["stage_s"] = tuple(StageTime(**times) for times in saved["stage_s"])
     values["events"] = tuple(saved["events"])
     values["replicas"] = {int(key): item for key, item in values.get("replicas", {}).items()}
+    if values.get("fleet"):
+        places = values["fleet"]["iterations"]
+        values["fleet"] = {**values["fleet"], "iterations": {int(r): k for r, k in places.items()}}
     return StepRow(**values)
 
 

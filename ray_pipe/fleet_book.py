@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_pipe.ledger import Sent
 from stages.record import StepRecord
 
 
@@ -31,6 +32,10 @@ class FleetBook:
 
     _life: int = 0
     _before: Counter[str] = field(default_factory=Counter)
+    _heard: Sent = field(default_factory=dict)
+    """Bytes that the Group Generator has sent in this life, as far as they were counted."""
+
+    _uncounted: Sent = field(default_factory=dict)
 
     fp32_nbytes: Counter[str] = field(default_factory=Counter)
     """What tensors of each kind would have taken in fp32."""
@@ -65,11 +70,12 @@ class FleetBook:
 
     def heard_generator(self, stats: dict[str, Any]) -> bool:
         """The Group Generator's counters; whether it has been restarted since they were heard."""
-        own = {k: float(v) for k, v in stats.items() if k not in ("epoch", "pid")}
+        own = {k: float(v) for k, v in stats.items() if k not in ("epoch", "pid", "sent")}
         reborn = bool(stats["epoch"] != self._life)
         if reborn:
             self._before = Counter(self.generator)
             self._life = stats["epoch"]
+            self._heard = {}
             self.events.append(
                 "the Group Generator was restarted, empty; replicas went on alone meanwhile"
             )
@@ -77,7 +83,37 @@ class FleetBook:
         for name, value in own.items():
             total[name] += value  # type: ignore[assignment]
         self.generator = dict(total)
+        for link, kinds in stats.get("sent", {}).items():
+            before = self._heard.get(link, {})
+            into = self._uncounted.setdefault(link, {})
+            for kind, nbytes in kinds.items():
+                into[kind] = into.get(kind, 0) + nbytes - before.get(kind, 0)
+            self._heard[link] = dict(kinds)
         return reborn
+
+    def take_sent(self) -> Sent:
+        """What the Group Generator has sent and nobody has counted yet; it is counted once."""
+        sent, self._uncounted = self._uncounted, {}
+        return sent
+
+    def now(self) -> dict[str, Any]:
+        """For the row of a step: where all living replicas are, and what they did so far."""
+        alive = {r: k for r, k in sorted(self.iterations.items()) if r not in self.dead}
+        numbers = [self.numbers[replica] for replica in alive if replica in self.numbers]
+        waits: Counter[str] = Counter()
+        for one in numbers:
+            waits.update(one.get("waited", {}))
+        found: dict[str, Any] = {
+            "iterations": alive,
+            "gap": max(alive.values()) - min(alive.values()) if alive else 0,
+            "largest_gap": self.largest_gap,
+            "skipped": sum(int(one.get("skipped", 0)) for one in numbers),
+            "waited_s": {cause: s / len(numbers) for cause, s in waits.items()},
+        }
+        for name in ("groups", "conflicts"):
+            if self.generator:
+                found[name] = int(self.generator.get(name, 0))
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """The arm's entry `replicas` of results.json."""

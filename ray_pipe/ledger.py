@@ -39,11 +39,14 @@ class Ledger:
         self._owner: dict[str, int] = {}
         self._last_step: dict[int, int] = {}
 
-    def add(self, records: Iterable[StepRecord]) -> Sent:
-        """Count the records of a step and return what they sent; all of them or, on error, none."""
+    def add(self, records: Iterable[StepRecord], *, also: Sent | None = None) -> Sent:
+        """Count the records of a step and return what they sent; all of them or, on error, none.
+
+        `also` is what somebody sent meanwhile who is no stage (the Group Generator).
+        """
         records = tuple(records)
         owner, last_step = dict(self._owner), dict(self._last_step)
-        step_sent: Sent = {}
+        step_sent: Sent = {link: dict(kinds) for link, kinds in (also or {}).items()}
         for record in records:
             seen = last_step.get(record.stage)
             if seen is not None and record.step <= seen:

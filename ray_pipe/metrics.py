@@ -41,7 +41,10 @@ class StepRow:
     codec: dict[str, dict[str, float]]
     events: tuple[str, ...] = ()
     replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """With several: where each of them is and what it waited for, see `stages.sync.leader`."""
+    """With several: what the leader of each that ended a step says, see `stages.sync.leader`."""
+
+    fleet: dict[str, Any] = field(default_factory=dict)
+    """With several: where all of them are, gaps, groups, waits; see `ray_pipe.fleet_book`."""
 
     embedding: dict[str, Any] = field(default_factory=dict)
     """Of a click model: rows, memory, staleness; see `stages.record`."""
@@ -81,6 +84,8 @@ class StepRow:
         }
         if self.replicas:
             line["replicas"] = self.replicas
+        if self.fleet:
+            line["fleet"] = self.fleet
         if self.embedding:
             line["embedding"] = self.embedding
         cleaned: dict[str, Any] = finite(line)
@@ -103,8 +108,18 @@ class ArmMeter:
         self._wall_before_s = 0.0
         self._stage_end: dict[int, float] = {}
 
-    def add(self, records: Sequence[StepRecord], *, overtime: bool = False) -> StepRow:
-        """The row of one step, from one record of each stage; also written to the sink."""
+    def add(
+        self,
+        records: Sequence[StepRecord],
+        *,
+        overtime: bool = False,
+        also: Sent | None = None,
+        fleet: dict[str, Any] | None = None,
+    ) -> StepRow:
+        """The row of one step, from one record of each stage; also written to the sink.
+
+        `also` are bytes of somebody who is no stage, `fleet` is where all replicas are.
+        """
         ledger = self._overtime_ledger if overtime else self.ledger
         records = _one_for_each_stage(records)
         origin = min(record.start_s for record in records)
@@ -123,11 +138,12 @@ class ArmMeter:
             num_tokens=sum(
                 max(record.num_tokens for record in own) for own in _by_replica(records)
             ),
-            sent=ledger.add(records),
+            sent=ledger.add(records, also=also),
             stage_s=tuple(stage_times(records, starts=self._stage_end)),
             codec=_codec_of(records),
             events=tuple(event for record in records for event in record.events),
             replicas=_replicas_of(records),
+            fleet=fleet or {},
             embedding=records[0].embedding,
         )
         self._stage_end |= {record.stage: record.end_s for record in records}

@@ -27,6 +27,7 @@ CAUSES = {
 
 COUNTS = {
     "groups": "groups formed",
+    "conflicts": "conflicts",
     "cancelled": "cancelled",
     "half_applied": "half applied",
     "solo": "steps alone",
@@ -125,12 +126,28 @@ def fate(member: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def where_replicas_are(replicas: Mapping[Any, Mapping[str, Any]]) -> str:
-    """`replicas at 12 12 9 12 (gap 3)`."""
-    places = [int(replicas[key]["iteration"]) for key in sorted(replicas, key=int)]
+def where_replicas_are(fleet: Mapping[str, Any]) -> str:
+    """`replicas at 12 12 9 12, gap 3 (largest 4), 17 groups, 2 conflicts, waited for …`.
+
+    Iterations are of all that live, in order; waits are those of the mean replica so far.
+    """
+    places = [int(k) for k in (fleet.get("iterations") or {}).values()]
     if not places:
         return ""
-    gap = max(places) - min(places)
-    if not gap:
-        return f"{len(places)} replicas in step"
-    return f"replicas at {' '.join(map(str, places))} (gap {gap})"
+    gap, largest = fleet["gap"], fleet["largest_gap"]
+    facts = [
+        f"replicas at {' '.join(map(str, places))}, gap {gap}"
+        if gap
+        else f"{len(places)} replicas in step at {places[0]}"
+    ]
+    if largest > gap:
+        facts[0] += f" (largest {largest})"
+    for name in ("groups", "conflicts"):
+        if name in fleet:
+            facts.append(f"{fleet[name]} {name if fleet[name] != 1 else name[:-1]}")
+    if fleet["skipped"]:
+        facts.append(f"{fleet['skipped']} skipped")
+    waits = show_waits(fleet["waited_s"])
+    if waits:
+        facts.append(f"waited for {waits}")
+    return ", ".join(facts)

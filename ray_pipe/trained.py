@@ -46,7 +46,11 @@ class Trained:
     def add(self, records: list[StepRecord]) -> StepRow:
         """A step's row. The cluster hears of it, and its spans are kept for the trace: of a long
         run those of its beginning and its end."""
-        row = self.meter.add(records)
+        fleet = self.fleet
+        if fleet is None:
+            row = self.meter.add(records)
+        else:
+            row = self.meter.add(records, also=fleet.take_sent(), fleet=fleet.now())
         if self.saver is not None:
             self.saver.recorded(row.step)
         self.monitor.on_step(row, records)
@@ -79,5 +83,7 @@ class Trained:
 
     def summary(self) -> ArmSummary:
         """The arm as far as it came; its final loss is the mean of its last epoch."""
+        if self.fleet is not None:
+            self.meter.ledger.add_late(self.fleet.take_sent())
         window = min(self.arm.order.steps_per_epoch, max(1, self.arm.num_steps))
         return summarize(self.meter, final_window=window, predicted_step_s=self.predicted_step_s)

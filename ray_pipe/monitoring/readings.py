@@ -87,10 +87,13 @@ def _of_row(row: StepRow) -> Iterator[Reading]:
         yield Reading("pipe_loss", row.loss)
     if row.grad_norm is not None:
         yield Reading("pipe_grad_norm", row.grad_norm)
-    last = min((int(one["iteration"]) for one in row.replicas.values()), default=0)
-    for replica, one in row.replicas.items():
-        gap = int(one["iteration"]) - last
+    places = row.fleet.get("iterations") or {
+        replica: int(one["iteration"]) for replica, one in row.replicas.items()
+    }
+    for replica, iteration in places.items():
+        gap = iteration - min(places.values())
         yield _reading("pipe_replica_gap_steps", gap, replica=replica)
+    for replica, one in row.replicas.items():
         stale = float(one.get("staleness", 0))
         yield _reading("pipe_replica_staleness_steps", stale, replica=replica)
 

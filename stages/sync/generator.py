@@ -20,66 +20,17 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from stages.sync.isolation import IsolationGuard
 from stages.sync.patience import Patience
-
-SOLO = -1
-"""Number of the ticket that says: go on alone."""
+from stages.sync.tickets import SOLO, Group, Member, Notice
 
 SLOWER = 1.5
 """So much longer are the steps of a slow one. Who only is behind waited for others: left out for
 it, it would ask when the others have just gone on, and come at every second turn for ever."""
-
-NUM_STEPS = 5
-"""Steps by whose median a replica's time is judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What the generator tells one replica."""
-
-    to: int
-    kind: Literal["ticket", "cancel"]
-    gid: int
-    members: tuple[int, ...] = ()
-    request: int = 0
-    deadline_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Member:
-    counter: int
-    request: int = 0
-    """The latest; earlier ones are repeats that came late."""
-
-    satisfied: int = 0
-    group: int | None = None
-    free_s: float | None = None
-    """When it went on to the step that it computes now."""
-
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STEPS))
-    """What its last steps took, without its waiting for others."""
-
-    step_s: float | None = None
-    """Their median."""
-
-
-@dataclass(slots=True)
-class _Group:
-    members: tuple[int, ...]
-    arrived: dict[int, float] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    is_bridge: bool = False
-    """Joins replicas that were apart: a slow one is waited for, there is no lease."""
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.arrived) == len(self.members)
 
 
 class GroupGenerator:
@@ -102,10 +53,11 @@ class GroupGenerator:
         self.counts: Counter[str] = Counter()
         self._random = random.Random(seed * 7919 + epoch)
         self._patience = patience or Patience()
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._idle: dict[int, None] = {}  # in order of becoming idle
         self._parked: dict[int, None] = {}  # have asked and wait until somebody else is idle
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
+        self._left: dict[int, int] = {}  # who has run its last step, and its last request
         self._next_gid = 0
         self._guard = IsolationGuard(isolation_rounds)
 
@@ -114,7 +66,7 @@ class GroupGenerator:
     def register(self, replica: int, *, counter: int = 0, number: int = 0) -> None:
         """A replica exists; it may be put into groups before it asks for one."""
         if replica not in self._members:
-            self._members[replica] = _Member(counter=counter, request=number, satisfied=number)
+            self._members[replica] = Member(counter=counter, request=number, satisfied=number)
             self._idle[replica] = None
 
     def request(self, replica: int, *, number: int, counter: int, now: float) -> list[Notice]:
@@ -122,6 +74,8 @@ class GroupGenerator:
 
         `number` rises with each point; asking again with the same number changes nothing.
         """
+        if number <= self._left.get(replica, -1):
+            return []  # written before it left: nobody must wait for it
         self.register(replica, counter=counter, number=number - 1)
         member = self._members[replica]
         if number < member.request or number <= member.satisfied:
@@ -140,16 +94,20 @@ class GroupGenerator:
     def done(self, gid: int, replica: int, *, number: int, ok: bool, now: float) -> list[Notice]:
         """A replica has applied the result of its group; or, not `ok`, will take no part in it."""
         member, group = self._members.get(replica), self._groups.get(gid)
+        if not ok:
+            if group is None or replica not in group.members:
+                return []
+            group.done -= group.assumed & {replica}  # it went on, and not with this group
+            if replica in group.done:
+                return []
+            if member is not None and member.group == gid:
+                self._release(replica, member)
+            return self._cancel(gid, now=now, but=replica)
         if member is None:
             return []
-        if ok:
-            member.satisfied = max(member.satisfied, number)
+        member.satisfied = max(member.satisfied, number)
         if group is None or replica not in group.members or member.group != gid:
             return []
-        if not ok:
-            member.group = None
-            self._idle[replica] = None
-            return self._cancel(gid, now=now, but=replica)
         group.done.add(replica)
         member.free_s = now
         self._release(replica, member)
@@ -159,17 +117,28 @@ class GroupGenerator:
 
     def lost(self, gid: int, replica: int, *, epoch: int, now: float) -> list[Notice]:
         """A replica waits in vain in this group: does it exist at all?"""
-        if epoch == self.epoch and gid in self._groups:
-            return self.expire(now)
-        return [Notice(replica, "cancel", gid)]
+        group = self._groups.get(gid)
+        if epoch != self.epoch or group is None:
+            return [Notice(replica, "cancel", gid)]
+        if group.assumed and replica in group.missed:
+            return self._cancel(gid, now=now)
+        if group.assumed:
+            group.missed.add(replica)  # what it lacks may be on its way: it has asked for it again
+        return self.expire(now)
 
     def leave(self, replica: int, *, now: float) -> list[Notice]:
         """A replica has run its last step. Whatever group it came to, it has applied."""
         member = self._members.get(replica)
         gid = None if member is None else member.group
-        if member is not None and gid is not None and replica in self._groups[gid].arrived:
-            self._leave_group(replica, member)
+        if member is not None:
+            self._left[replica] = member.request
+            if gid is not None and replica in self._groups[gid].arrived:
+                self._leave_group(replica, member)
         return self.gone(replica, now=now) + self._serve_parked(now)
+
+    def came(self, replica: int) -> None:
+        """A replica is new, whatever its place was before; it will ask."""
+        self._left.pop(replica, None)
 
     def gone(self, replica: int, *, now: float) -> list[Notice]:
         """A replica is dead; its group goes on without it."""
@@ -219,7 +188,7 @@ class GroupGenerator:
         self._patience.load_state_dict(state["patience"])
         self._groups = {}
         self._members = {
-            int(r): _Member(
+            int(r): Member(
                 counter=int(counter),
                 request=int(state["requests"][r]),
                 satisfied=int(state["requests"][r]),
@@ -284,7 +253,7 @@ class GroupGenerator:
             self._open(members, is_bridge=bool(bridge) and initiator in members)
         return True
 
-    def _is_slow(self, other: _Member, member: _Member) -> bool:
+    def _is_slow(self, other: Member, member: Member) -> bool:
         """Whether `member` had better not wait for the other one."""
         if not self.threshold or member.counter - other.counter < self.threshold:
             return False
@@ -294,22 +263,22 @@ class GroupGenerator:
 
     def _open(self, members: Iterable[int], *, is_bridge: bool = False) -> int:
         gid, self._next_gid = self._next_gid, self._next_gid + 1
-        group = self._groups[gid] = _Group(tuple(sorted(members)), is_bridge=is_bridge)
+        group = self._groups[gid] = Group(tuple(sorted(members)), is_bridge=is_bridge)
         for replica in group.members:
             self._members[replica].group = gid
             self._idle.pop(replica, None)
         self.counts["groups"] += 1
         return gid
 
-    def _solo_or_park(self, replica: int, member: _Member, now: float) -> list[Notice]:
+    def _solo_or_park(self, replica: int, member: Member, now: float) -> list[Notice]:
         """Alone: wait for somebody who is busy now and not slow; if there is none, go on."""
         can_wait = any(
             other is not member and other.group is not None and not self._is_slow(other, member)
             for other in self._members.values()
         )
         if can_wait:
+            self.counts["conflicts"] += replica not in self._parked  # it may only be asking again
             self._parked[replica] = None
-            self.counts["parked"] += 1
             return []
         self.counts["solo"] += 1
         member.free_s = now
@@ -327,19 +296,20 @@ class GroupGenerator:
                 notices += self._serve(replica, now)
         return notices
 
-    def _release(self, replica: int, member: _Member) -> None:
+    def _release(self, replica: int, member: Member) -> None:
         member.group = None
         self._idle[replica] = None
 
-    def _leave_group(self, replica: int, member: _Member) -> None:
+    def _leave_group(self, replica: int, member: Member) -> None:
         assert member.group is not None
         group = self._groups[member.group]
         group.done.add(replica)
+        group.assumed.add(replica)
         if len(group.done) == len(group.members):
             self._finish(member.group, group)
         self._release(replica, member)
 
-    def _finish(self, gid: int, group: _Group) -> None:
+    def _finish(self, gid: int, group: Group) -> None:
         del self._groups[gid]
         self._guard.met(group.members)
 

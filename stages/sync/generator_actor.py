@@ -84,14 +84,13 @@ class GeneratorActor:
         self._loop.call_soon(self._desk.on_member, event)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, or the restart; `epoch` tells which."""
+        """Counters and bytes since the start, or the restart; `epoch` tells which."""
 
         async def read() -> dict[str, Any]:
-            sent = sum(sum(link.sent.values()) for link in self._links.values())
             return {
                 **self._desk.generator.stats(),
                 "epoch": self._epoch,
-                "bytes": sent,
+                "sent": {link.name: dict(link.sent) for link in self._links.values()},
                 "pid": os.getpid(),
             }
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 
 from compressors.base import Packet
 from compressors.frame import FrameHeader
-from stages.sync.generator import GroupGenerator, Notice
+from stages.sync.generator import GroupGenerator
 from stages.sync.post import Post
 from stages.sync.strategy import MemberEvent
+from stages.sync.tickets import Notice
 
 
 class GeneratorDesk:
@@ -44,8 +45,12 @@ class GeneratorDesk:
 
     def on_member(self, event: MemberEvent) -> None:
         """Somebody came or went; whoever comes will ask."""
-        if event.kind == "dead" and self.is_open:
+        if not self.is_open:
+            return
+        if event.kind == "dead":
             self._tell(self.generator.gone(event.replica, now=self._now()))
+        else:
+            self.generator.came(event.replica)
 
     def _on_request(self, header: FrameHeader, packet: Packet | None) -> None:
         if self.is_open:

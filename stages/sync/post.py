@@ -111,7 +111,8 @@ class Inbox:
         self._post = post
         self._letters: dict[Key, Packet] = {}
         self._waits: dict[Key, _Wait] = {}
-        self._sent: dict[tuple[int, Key], Packet] = {}
+        self._sent: dict[int, dict[Key, Packet]] = {}  # by target
+        self._written_to: set[int] = set()  # since the last exchange was over
         self._floor = (-1, -1)
         self._min_epoch = -1
         self._cancelled: set[tuple[int, int]] = set()
@@ -127,7 +128,8 @@ class Inbox:
     def send(self, target: int, op: str, tag: tuple[int, int], *, part: int, packet: Packet) -> int:
         """Post a letter of an exchange and keep it, in case it is asked for again."""
         epoch, number = tag
-        self._sent[target, (op, epoch, number, part, self._post.replica)] = packet
+        self._sent.setdefault(target, {})[op, epoch, number, part, self._post.replica] = packet
+        self._written_to.add(target)
         return self._post.send(target, op, epoch=epoch, number=number, part=part, packet=packet)
 
     async def collect(
@@ -146,14 +148,23 @@ class Inbox:
     def close(self, tag: tuple[int, int]) -> None:
         """The exchange is over: letters of it and of earlier ones are of no use any more.
 
-        What was sent in it is kept until the next one is over: a peer may lack it still.
+        What was sent in it is kept until the next one *with the same peer* is over, which proves
+        that the peer had it: others may come between, while it still asks.
         """
-        before, self._floor = self._floor, max(self._floor, tag)
+        self._floor = max(self._floor, tag)
         if self._letters:
             floor = self._floor
             self._letters = {k: v for k, v in self._letters.items() if k[1:3] > floor}
-        self._sent = {key: v for key, v in self._sent.items() if key[1][1:3] > before}
+        for target in self._written_to:
+            own = self._sent[target]
+            self._sent[target] = {key: v for key, v in own.items() if key[1:3] >= tag}
+        self._written_to.clear()
         self._cancelled = {cancelled for cancelled in self._cancelled if cancelled > self._floor}
+
+    def forget_sent(self, target: int) -> None:
+        """A peer has all that was sent to it, or is gone."""
+        self._sent.pop(target, None)
+        self._written_to.discard(target)
 
     def refuse_before(self, epoch: int) -> None:
         """End all exchanges of earlier epochs."""
@@ -196,7 +207,7 @@ class Inbox:
         """Somebody lacks a letter: post it again if it was posted."""
         tag = (header.generation, header.step)
         key: Key = (header.body["what"], *tag, header.micro_batch, self._post.replica)
-        kept = self._sent.get((header.replica, key))
+        kept = self._sent.get(header.replica, {}).get(key)
         if kept is not None:
             self._post.send(
                 header.replica, key[0], epoch=tag[0], number=tag[1], part=key[3], packet=kept

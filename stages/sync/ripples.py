@@ -13,7 +13,6 @@ from typing import Any
 
 from compressors.base import Packet
 from compressors.frame import FrameHeader
-from stages.sync.generator import SOLO
 from stages.sync.patience import Patience
 from stages.sync.post import GENERATOR, Post
 from stages.sync.roster import Roster
@@ -27,6 +26,7 @@ from stages.sync.strategy import (
     SyncPlan,
     SyncResult,
 )
+from stages.sync.tickets import SOLO
 
 NUM_ASKS = 3
 """A request is repeated so often; then the replica goes on alone until the next one."""

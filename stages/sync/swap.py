@@ -59,6 +59,7 @@ class Swap:
         )
         nbytes = self._inbox.send(peer, "meet", tag, part=0, packet=packet)
         (answer,) = await self._inbox.collect("met", tag, [(0, peer)], limit_s=plan.deadline_s)
+        self._inbox.forget_sent(peer)  # the answer proves that the question came
         other = await self._lane.run("decode", "swap", -1, coder.decode, answer)
         half = coder.combine([other, own], [0.5, -0.5])
         self._base = coder.combine([self._base, half], [1.0, 1.0])

@@ -18,6 +18,7 @@ from ray_pipe.driver import run
 from ray_pipe.plans import Arm, arms_of, optim_spec
 from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replicas import ReplicaPipeline
+from ray_pipe.report_replicas import replicas_section
 from ray_pipe.trainer import Silent
 from ray_pipe.workload import gpt_workload
 from stages.optim import clip_factor, make_optimizer, set_lr, squared_norms
@@ -138,6 +139,12 @@ def test_groups_of_ripples_average_and_say_who_was_in_them(two_by_two: ReplicaAc
     one, other = weights_of(pipeline)
     assert torch.linalg.vector_norm(one - other) < 0.05 * torch.linalg.vector_norm(one)
     assert pipeline.book.as_dict()["generator"]["groups"] >= 3
+    # Tickets are bytes as well: the generator is the last node, requests come from the leaders.
+    tickets = pipeline.book.take_sent()
+    assert sorted(tickets) == ["8->0", "8->2"]
+    assert all(kinds["control"] > 5 * 50 for kinds in tickets.values())
+    asked = [link for row in rows for record in row for link in record.sent if link.endswith("->8")]
+    assert set(asked) == {"0->8", "2->8"}
 
 
 def test_hop_lets_a_slow_replica_skip(four: ReplicaActors) -> None:
@@ -161,33 +168,76 @@ def kill(pipeline: ReplicaPipeline, replica: int, stage: int = 0) -> None:
     os.kill(pipeline.infos[replica * pipeline.num_stages + stage]["pid"], signal.SIGKILL)
 
 
-def test_after_a_death_the_others_go_on_and_a_new_replica_joins_them(four: ReplicaActors) -> None:
-    arm = make_arm("allreduce", replicas=4, steps=400, **{"sync.rejoin": True})
+MEMBERSHIP: dict[str, dict[str, Any]] = {
+    "allreduce": {},
+    "local": {"sync.local_steps": 2},
+    "ripples": {"sync.group_size": 2},
+    "hop": {"sync.graph": "ring-based"},
+}
+
+
+@pytest.mark.parametrize("sync", sorted(MEMBERSHIP))
+def test_after_a_death_the_others_go_on_and_a_new_replica_joins_them(
+    four: ReplicaActors, sync: str
+) -> None:
+    options = {"sync.rejoin": True, **MEMBERSHIP[sync]}
+    arm = make_arm(sync, replicas=4, steps=1000, **options)
     pipeline = ReplicaPipeline(four, arm, epoch_s=time.time())
     told: list[str] = []
     pipeline.on_failure = lambda failure: told.append(str(failure))
     pipeline.on_event = told.append
 
-    sizes, after = [], 0
+    there: list[set[int]] = []
+    met = []  # groups of the newcomer
     for row in pipeline.train(range(arm.num_steps)):
-        sizes.append(len({record.replica for record in row}))
-        if len(sizes) == 3:
+        there.append({record.replica for record in row})
+        if len(there) == 3:
             kill(pipeline, 2)
-        after += pipeline.book.joined != {}
-        if after == 3:
+        if pipeline.book.joined:
+            met += [r.sync["group"] for r in row if r.replica == 2 and r.sync.get("group")]
+        if len([group for group in met if len(group) > 1]) == 3:
             break
     pipeline.settle()
 
-    assert sizes[:3] == [4, 4, 4]
-    assert min(sizes) == 3  # they went on without it
-    assert sizes[-1] == 4  # and with it again
+    assert any(2 not in row for row in there)  # they went on without it
+    assert 2 in there[-1]  # and with it again
     assert len(told) == 2
     assert "replica 2, stage 0 died" in told[0]
     assert "3 others go on without it" in told[0]
     assert "replica 2 joined before step" in told[1]
     first, *others = weights_of(pipeline)
-    assert all(torch.equal(other, first) for other in others)
     assert len(others) == 3
+    if sync == "allreduce":
+        assert all(torch.equal(other, first) for other in others)
+    apart = max(float(torch.linalg.vector_norm(other - first)) for other in others)
+    assert apart < 0.05 * float(torch.linalg.vector_norm(first))
+    book = pipeline.book.as_dict()
+    assert book["events"] == told  # what the report says
+    assert book["members"][2]["joined_at"] is not None
+    html = replicas_section([{"name": "fp32", "replicas": book}])
+    assert "joined before step" in html
+
+
+def test_a_replica_more_than_there_were_joins_a_graph_of_hop(cluster: None) -> None:
+    arm = make_arm("hop", replicas=2, steps=1000, **{"sync.graph": "ring"})
+    with ReplicaActors(2, 1, label="grow") as actors:
+        pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
+        told: list[str] = []
+        pipeline.on_event = told.append
+        met: list[list[int]] = []
+        for num_rows, row in enumerate(pipeline.train(range(arm.num_steps))):
+            if num_rows == 2:
+                assert pipeline.join() == 2
+            met += [r.sync["group"] for r in row if r.replica == 2 and len(r.sync["group"]) > 1]
+            if len(met) == 3:
+                break
+        pipeline.settle()
+
+        assert told == [f"replica 2 joined before step {pipeline.book.joined[2]} with the state of "
+                        "replica 0"]  # fmt: skip
+        assert {2} < set(met[-1])  # it mixes with its neighbours
+        assert {member["iteration"] for member in pipeline.book.as_dict()["members"]} != {0}
+        assert pipeline.alive == [0, 1, 2]
 
 
 def test_a_dead_group_generator_comes_back_and_nobody_stops(two_by_two: ReplicaActors) -> None:

@@ -31,11 +31,11 @@ def test_the_gap_counts_the_living_only() -> None:
 def test_counters_of_a_generator_add_up_over_its_lives() -> None:
     book = FleetBook(strategy="ripples")
 
-    assert not book.heard_generator({"groups": 5.0, "epoch": 0, "pid": 1, "bytes": 10})
-    assert book.heard_generator({"groups": 2.0, "epoch": 900, "pid": 2, "bytes": 1})
-    assert not book.heard_generator({"groups": 3.0, "epoch": 900, "pid": 2, "bytes": 2})
+    assert not book.heard_generator({"groups": 5.0, "epoch": 0, "pid": 1})
+    assert book.heard_generator({"groups": 2.0, "epoch": 900, "pid": 2})
+    assert not book.heard_generator({"groups": 3.0, "epoch": 900, "pid": 2})
 
-    assert book.generator == {"groups": 8.0, "bytes": 12.0}
+    assert book.generator == {"groups": 8.0}
     assert len(book.events) == 1
 
 
@@ -73,10 +73,38 @@ def test_the_report_has_the_same() -> None:
     assert replicas_section([{"name": "fp32"}]) == ""
 
 
-def test_the_progress_line_says_where_replicas_are() -> None:
-    def at(*places: int) -> str:
-        return where_replicas_are({str(i): {"iteration": k} for i, k in enumerate(places)})
+def test_the_progress_line_says_where_all_replicas_are_and_what_they_waited_for() -> None:
+    book = FleetBook(strategy="ripples")
+    for replica, step in ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1)):
+        book.ended(replica, step, [record(replica, step)])
+    book.heard_generator({"groups": 5.0, "conflicts": 1.0, "epoch": 0, "pid": 1, "sent": {}})
 
-    assert at(3, 3, 3) == "3 replicas in step"
-    assert at(12, 9) == "replicas at 12 9 (gap 3)"
-    assert at() == ""
+    # A row of shared work may be steps of replica 0 alone: the line shows everybody.
+    line = where_replicas_are(book.now())
+
+    assert line == ("replicas at 3 2 1, gap 2, 5 groups, 1 conflict, waited for the mean 100 ms")
+
+
+def test_the_progress_line_of_replicas_in_step_is_short() -> None:
+    book = FleetBook(strategy="allreduce")
+    assert where_replicas_are(book.now()) == ""
+
+    for replica in range(3):
+        book.ended(replica, 3, [record(replica, 3)])
+    book.died(1, "replica 1 died")
+
+    line = where_replicas_are(book.now())
+    assert line == "2 replicas in step at 4, waited for the mean 100 ms"
+
+
+def test_bytes_of_the_group_generator_are_counted_once_over_all_its_lives() -> None:
+    book = FleetBook(strategy="ripples")
+    life = {"groups": 1.0, "pid": 1}
+
+    book.heard_generator({**life, "epoch": 0, "sent": {"8->0": {"control": 70}}})
+    assert book.take_sent() == {"8->0": {"control": 70}}
+    book.heard_generator({**life, "epoch": 0, "sent": {"8->0": {"control": 100}}})
+    book.heard_generator({**life, "epoch": 900, "sent": {"8->0": {"control": 40}}})
+
+    assert book.take_sent() == {"8->0": {"control": 30 + 40}}
+    assert book.take_sent() == {}

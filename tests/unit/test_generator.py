@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.sync.generator import SOLO, GroupGenerator, Notice
+from stages.sync.generator import GroupGenerator
 from stages.sync.isolation import components
 from stages.sync.patience import Patience
+from stages.sync.tickets import SOLO, Notice
 
 
 def generator(num: int = 8, **options: object) -> GroupGenerator:
@@ -198,6 +199,56 @@ def test_a_group_that_it_does_not_know_is_cancelled() -> None:
     made = generator(2, epoch=3)
 
     assert made.lost(17, 1, epoch=2, now=0.0) == [Notice(1, "cancel", 17)]
+
+
+def test_a_request_that_comes_after_its_writer_has_left_makes_no_ghost_to_wait_for() -> None:
+    made = generator(2, group_size=2)
+    for replica in (0, 1):
+        gid, _ = group_of(ask(made, replica))
+    for replica in (0, 1):
+        made.done(gid, replica, number=1, ok=True, now=1.0)
+    made.leave(1, now=2.0)
+
+    assert ask(made, 1, number=1, now=3.0) == []  # late on its way
+    assert group_of(ask(made, 0, number=2, now=4.0)) == (SOLO, (0,))
+    made.came(1)  # a new replica in the same place begins to count where its donor is
+    assert group_of(ask(made, 1, number=1, now=5.0))[1]
+
+
+def test_who_waits_in_vain_for_one_that_went_on_is_let_go_at_the_second_complaint() -> None:
+    made = generator(2, group_size=2)
+    gid, members = group_of(ask(made, 0))
+    ask(made, 1)
+    ask(made, 1, number=2, now=1.0)  # its tickets were lost: it went on alone
+    assert members == (0, 1)
+
+    assert made.lost(gid, 0, epoch=0, now=2.0) == []  # it may have applied it: ask that one again
+    notices = made.lost(gid, 0, epoch=0, now=3.0)
+
+    assert Notice(0, "cancel", gid) in notices
+
+
+def test_a_ticket_refused_by_one_that_has_gone_on_lets_the_others_go() -> None:
+    made = generator(2, group_size=2)
+    gid, _ = group_of(ask(made, 0))
+    ask(made, 1)
+    ask(made, 1, number=2, now=1.0)
+    notices = made.done(gid, 1, number=2, ok=False, now=2.0)
+
+    assert Notice(0, "cancel", gid) in notices
+    assert made.stats()["cancelled"] == 1
+
+
+def test_asking_again_while_all_are_busy_is_one_conflict() -> None:
+    made = generator(3, group_size=2, threshold=0)
+    for replica in (0, 1):
+        made.register(replica)
+    made.gone(2, now=0.0)
+    ask(made, 0)
+    made.request(2, number=1, counter=0, now=0.1)
+    made.request(2, number=1, counter=0, now=0.2)
+
+    assert made.stats()["conflicts"] == 1
 
 
 def test_its_state_comes_back_with_a_higher_epoch_and_no_groups() -> None:

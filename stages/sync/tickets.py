@@ -1,0 +1,66 @@
+"""What the Group Generator remembers of replicas and groups, and what it tells them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+SOLO = -1
+"""Number of the ticket that says: go on alone."""
+
+NUM_STEPS = 5
+"""Steps by whose median a replica's time is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What the generator tells one replica."""
+
+    to: int
+    kind: Literal["ticket", "cancel"]
+    gid: int
+    members: tuple[int, ...] = ()
+    request: int = 0
+    deadline_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Member:
+    """A replica as the generator knows it."""
+
+    counter: int
+    request: int = 0
+    """The latest; earlier ones are repeats that came late."""
+
+    satisfied: int = 0
+    group: int | None = None
+    free_s: float | None = None
+    """When it went on to the step that it computes now."""
+
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STEPS))
+    """What its last steps took, without its waiting for others."""
+
+    step_s: float | None = None
+    """Their median."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Replicas that are to average, from the decision to the last report."""
+
+    members: tuple[int, ...]
+    arrived: dict[int, float] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    assumed: set[int] = field(default_factory=set)
+    """Went on without a word: have they applied it? If not, the others wait in vain."""
+
+    missed: set[int] = field(default_factory=set)
+    """Waited in vain for one of those, once so far."""
+
+    is_bridge: bool = False
+    """Joins replicas that were apart: a slow one is waited for, there is no lease."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.arrived) == len(self.members)
