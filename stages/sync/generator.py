@@ -120,10 +120,11 @@ class GroupGenerator:
         group = self._groups.get(gid)
         if epoch != self.epoch or group is None:
             return [Notice(replica, "cancel", gid)]
-        if group.assumed and replica in group.missed:
-            return self._cancel(gid, now=now)
         if group.assumed:
-            group.missed.add(replica)  # what it lacks may be on its way: it has asked for it again
+            # What it lacks may be on its way: it has asked for it again.
+            first_s = group.missed.setdefault(replica, now)
+            if now - first_s > self._patience.limit_s / 2:
+                return self._cancel(gid, now=now)
         return self.expire(now)
 
     def leave(self, replica: int, *, now: float) -> list[Notice]:

@@ -55,8 +55,8 @@ class Group:
     assumed: set[int] = field(default_factory=set)
     """Went on without a word: have they applied it? If not, the others wait in vain."""
 
-    missed: set[int] = field(default_factory=set)
-    """Waited in vain for one of those, once so far."""
+    missed: dict[int, float] = field(default_factory=dict)
+    """Who waits in vain for one of those, and since when."""
 
     is_bridge: bool = False
     """Joins replicas that were apart: a slow one is waited for, there is no lease."""

@@ -388,17 +388,19 @@ def assert_requests_count_once(kind: type[GroupGenerator]) -> None:
     """Every synchronisation point of a replica is one request, however often its letter comes."""
     options = priced(6, uniform_time(6))
 
-    async def main() -> tuple[dict[int, int], dict[int, int]]:
+    async def main() -> tuple[GroupGenerator, dict[int, int]]:
         fleet = Fleet(
             sync=PAIRS, topology=slow_net(6, rate_bps=1e6), assembly=with_generator(kind),
             wrap_link=shuffled(share_twice=0.1, by_s=0.5), **options,
         )  # fmt: skip
         await fleet.run_for(60)
         assert fleet.generator is not None
-        counters = fleet.generator.generator.state_dict()["counters"]
-        return counters, {i: r.strategy._request for i, r in fleet.replicas.items()}  # type: ignore[attr-defined]
+        asked = {i: r.strategy._request for i, r in fleet.replicas.items()}  # type: ignore[attr-defined]
+        return fleet.generator.generator, asked
 
-    counters, asked = run_virtual(main())
+    generator, asked = run_virtual(main())
+    counters, num_torn = generator.state_dict()["counters"], generator.counts["cancelled"]
+    assert not num_torn, f"{num_torn} groups were torn, and nobody was slow or dead"
     more = {r: (counters[r], asked[r]) for r in asked if counters[r] > asked[r]}
     assert not more, f"(counted, asked): {more}"
     assert min(asked.values()) > 20, f"replicas are stuck: {asked}"
@@ -426,7 +428,7 @@ def test_13_requests_that_come_twice_count_once() -> None:
 
 @pytest.mark.parametrize(
     ("mutant", "message"),
-    [(EveryLetterIsARequest, r"\(counted, asked\)"), (EveryLetterIsAGroup, "stuck")],
+    [(EveryLetterIsARequest, r"\(counted, asked\)"), (EveryLetterIsAGroup, "groups were torn")],
 )
 def test_13_mutant_requests_that_are_not_idempotent(
     mutant: type[GroupGenerator], message: str
