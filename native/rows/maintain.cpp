@@ -134,6 +134,13 @@ size_t Store::mark_sparse_slabs(Worker& worker) {
       arena.vacate(slab, static_cast<uint32_t>(per_slab - free[slab]));
     marked += slabs.size();
   }
+  // Lists of free cells were as long as all that was pruned: eight bytes for each.
+  each_worker([&](Worker& w) {
+    for (int c = 0; c < arena.num_classes(); ++c) w.cells[c].free.shrink_to_fit();
+    w.retired.shrink_to_fit();
+  });
+  const std::lock_guard lock(shared_mutex_);
+  for (int c = 0; c < arena.num_classes(); ++c) shared_[c].free.shrink_to_fit();
   return marked;
 }
 

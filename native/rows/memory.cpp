@@ -8,6 +8,10 @@
 #include <string>
 #include <utility>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 namespace ray_pipe::rows {
 
 namespace {
@@ -28,6 +32,13 @@ Mapping::Mapping(size_t bytes, bool huge) {
   char* const end = start + asked;
   if (data_ + size_ < end) munmap(data_ + size_, static_cast<size_t>(end - (data_ + size_)));
   madvise(data_, size_, huge && align == kHugePage ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
+// What a prune needed for a moment libc would keep for ever, tens of megabytes of it.
+void trim_heap() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
 }
 
 Mapping::~Mapping() {

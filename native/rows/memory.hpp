@@ -16,6 +16,9 @@ namespace ray_pipe::rows {
 constexpr int kMaxClasses = 96;
 constexpr int kNoClass = 255;
 
+// Gives back to the system what is free in the heap.
+void trim_heap();
+
 // A private anonymous mapping, aligned to huge pages; the advice does nothing on shared memory.
 class Mapping {
  public:

@@ -153,7 +153,9 @@ PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks) {
   return result;
 }
 
-size_t compact(Store& store) {
+namespace {
+
+size_t leave_sparse_slabs(Store& store) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
   const size_t marked = store.mark_sparse_slabs(worker);
@@ -182,6 +184,14 @@ size_t compact(Store& store) {
         });
   }
   tidy(store, worker, true);
+  return marked;
+}
+
+}  // namespace
+
+size_t compact(Store& store) {
+  const size_t marked = leave_sparse_slabs(store);
+  trim_heap();
   return marked;
 }
 
