@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/python -m ray_pipe.run --bandwidth 100Mbps
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not ray and not cluster and not chaos" tests/unit tests/contract

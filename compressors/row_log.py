@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 
 from compressors.base import Buffer, Compressor, State
 from compressors.buffers import Change, Mark, RowStore, as_bytes, rows_state
+from compressors.checksum import crc32
 from compressors.delta import Delta
 from compressors.row_room import Room, room_for
 
@@ -113,7 +113,7 @@ class RowLog:
                 for row in rows.values():
                     if row.mark.kept:
                         raw = read_all(values, row.nbytes, row.offset)
-                        _expect(zlib.crc32(raw) == row.crc, "has a row whose checksum is wrong")
+                        _expect(crc32(raw) == row.crc, "has a row whose checksum is wrong")
                         kept.append(torch.frombuffer(raw, dtype=torch.uint8))
                 found[name] = rows_state({s: row.mark for s, row in rows.items()}, kept)
         finally:
@@ -159,7 +159,7 @@ class RowLog:
         offset = self._room.take(raw.nbytes)
         placed.append((offset, raw.nbytes))
         write_all(self._values, [raw], offset)
-        return offset, zlib.crc32(raw)
+        return offset, crc32(raw)
 
     def _write_entry(self, listed: dict[str, list[Any]]) -> None:
         end = write_all(self._fd, _entry(listed), self.position.end)
@@ -196,7 +196,7 @@ class RowLog:
             magic, length, crc = HEAD.unpack_from(raw, at)
             head = raw[at + HEAD.size : at + HEAD.size + length]
             _expect(magic == MAGIC and len(head) == length, "is no row log")
-            _expect(zlib.crc32(head) == crc, "has an entry whose checksum is wrong")
+            _expect(crc32(head) == crc, "has an entry whose checksum is wrong")
             _apply(index, msgpack.unpackb(head))
             at += HEAD.size + length
         return index
@@ -259,7 +259,7 @@ def _delta_of(codec: Compressor | None) -> Delta | None:
 
 def _entry(listed: Mapping[str, Sequence[Any]]) -> list[bytes]:
     head: bytes = msgpack.packb(listed)
-    return [HEAD.pack(MAGIC, len(head), zlib.crc32(head)), head]
+    return [HEAD.pack(MAGIC, len(head), crc32(head)), head]
 
 
 def _show(change: Change, place: tuple[int, int]) -> list[Any]:

@@ -179,6 +179,7 @@ class Plan:
     def _run_real(self, teller: _Teller) -> Iterator[Row]:
         from ray_pipe.compare_sync_real import NUM_REPLICAS, real_replicas, run_real
 
+        base: dict[str, Trial] = {}  # comes first; the others train as long as it did
         with real_replicas() as actors:
             for name in self.strategies:
                 trials = {}
@@ -187,8 +188,10 @@ class Plan:
                         trials[case] = run_real(
                             actors, STRATEGIES[name], slow=slow, steps=self.real_steps,
                             costs=self.costs, seed=self.seed,
+                            seconds=base[case].seconds if base else None,
                         )  # fmt: skip
                         tell(trials[case])
+                base = base or trials
                 yield Row(strategy=name, num_replicas=NUM_REPLICAS, is_real=True, cases=trials)
 
     def as_dict(self) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from stages.sync.trial import Costs, Trial
 
 NUM_REPLICAS = 4
 PAUSE_S = 0.25
+MOST_TIMES = 6
+"""The most steps of a strategy for one of all-reduce."""
+
 WINDOW = 4
 """Rows over which a loss curve is smoothed."""
 
@@ -88,17 +91,30 @@ def run_real(
     steps: int,
     costs: Costs,
     seed: int = 0,
+    seconds: float | None = None,
 ) -> Trial:
-    """One strategy on the actors, to its last step."""
+    """One strategy on the actors, to its last step; or as long as all-reduce took for its steps,
+    so that losses can be compared at equal times."""
+    most = steps if seconds is None else MOST_TIMES * steps
     config = RunConfig.from_dict(
-        settings_of(strategy, slow=slow, steps=steps, costs=costs, seed=seed)
+        settings_of(strategy, slow=slow, steps=most, costs=costs, seed=seed)
     )
     config.validate()
     work = gpt_workload(config)
     arm = arms_of(config, replace(work, build=partial(build_paused, work.build)))[0]
     pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
-    rows = [list(row) for row in pipeline.train()]
+    rows: list[list[StepRecord]] = []
+    for row in pipeline.train():
+        rows.append(list(row))
+        if seconds is not None and len(rows) > steps and _span_s(rows[1:]) >= seconds:
+            break
+    pipeline.settle()
     return trial_of(rows, pipeline.book.as_dict(), slow=slow)
+
+
+def _span_s(rows: Sequence[Sequence[StepRecord]]) -> float:
+    records = [record for row in rows for record in row]
+    return max(r.end_s for r in records) - min(r.start_s for r in records)
 
 
 def trial_of(rows: Sequence[Sequence[StepRecord]], book: Mapping[str, Any], *, slow: str) -> Trial:

@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from compressors.base import State
 from compressors.buffers import Change, as_bytes
+from compressors.checksum import crc32
 from compressors.row_log import Position, RowLog, RowLogError, read_all, write_all
 
 MAGIC = b"BOX1"
@@ -109,14 +109,14 @@ class BlackBox:
         body = {"step": image.step, "rows": position, "arrays": table, "notes": image.notes}
         notes = json.dumps(body).encode()
         self._tell("arrays", image.step)
-        crc, at = zlib.crc32(notes), write_all(fd, [notes], MARK.size)
+        crc, at = crc32(notes), write_all(fd, [notes], MARK.size)
         for tensor in arrays.values():
             raw = as_bytes(tensor)
             at = write_all(fd, [raw], at)
-            crc = zlib.crc32(raw, crc)
+            crc = crc32(raw, crc)
         self._tell("mark", image.step)
         head = MARK.pack(MAGIC, image.step, len(notes), crc, 0)[:-4]
-        os.pwrite(fd, head + struct.pack("<I", zlib.crc32(head)), 0)
+        os.pwrite(fd, head + struct.pack("<I", crc32(head)), 0)
         self._positions[image.step] = position
         self._log.drop_before(min(p.number for p in self._positions.values()))
 
@@ -136,7 +136,7 @@ class BlackBox:
             kind: torch.dtype = getattr(torch, dtype)
             count = torch.Size(shape).numel()
             raw = read_all(self._slots[slot], count * kind.itemsize, offset)
-            crc = zlib.crc32(raw, crc)
+            crc = crc32(raw, crc)
             offset += len(raw)
             if len(raw) != count * kind.itemsize:
                 break
@@ -219,7 +219,7 @@ class BlackBox:
         if len(raw) < MARK.size or raw[:4] != MAGIC:
             return None
         _, step, length, crc, own = MARK.unpack(raw)
-        return (step, length, crc) if zlib.crc32(raw[:-4]) == own else None
+        return (step, length, crc) if crc32(raw[:-4]) == own else None
 
     def _expect_mark(self, slot: int) -> tuple[int, int, int]:
         mark = self._mark(slot)
@@ -241,7 +241,7 @@ class BlackBox:
             body: dict[str, Any] = json.loads(raw)
         except ValueError as error:
             raise BoxError(f"step {step} of the black box {self.folder}: {error}") from error
-        return body, MARK.size + length, zlib.crc32(raw)
+        return body, MARK.size + length, crc32(raw)
 
     def _tell(self, part: str, step: int) -> None:
         if self.on_write is not None:

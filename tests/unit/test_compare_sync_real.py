@@ -80,3 +80,14 @@ def test_a_trial_on_ray(four: ReplicaActors) -> None:
     assert 0 < trial.iteration_s < trial.slowest_iteration_s
     assert trial.final_loss is not None
     assert trial.final_loss < trial.curve[0][1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ripples", "hop"])
+def test_a_trial_goes_on_until_the_time_is_over(four: ReplicaActors, name: str) -> None:
+    costs = Costs(latency_s=0.001)
+    trial = run_real(four, {"name": name}, slow="", steps=3, costs=costs, seconds=2.0)
+
+    assert 2.0 <= trial.seconds < 2.0 + 10 * trial.iteration_s
+    assert len(trial.curve) > 3
