@@ -88,7 +88,7 @@ def unlike_table(found: Mapping[str, Any]) -> str:
     def cell(name: str, case: str) -> str:
         own, standard = found[name][case], found["hop"][case]["gap"]
         text = f"{own['gap']:.2g} ({own['gap'] / standard:.2g}x)"
-        return text if own["steady"] else f"{text}, not steady"
+        return text if own["steady"] else f"{text}, still falling"
 
     names = sorted(found, key=lambda name: "trap" in name)
     return markdown(["strategy", *cases], [[n, *(cell(n, c) for c in cases)] for n in names])
