@@ -24,13 +24,11 @@ settings.register_profile("ray_pipe", deadline=None)
 settings.load_profile("ray_pipe")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """`make test` has two workers: what needs Ray is done by one of them, in order."""
-    for item in items:
-        whole = {"e2e", "chaos", "cluster"} & set(item.path.parts)
-        if whole or item.get_closest_marker("ray") is not None:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+    whole = {"e2e", "chaos", "cluster"} & set(item.path.parts)
+    if whole or item.get_closest_marker("ray") is not None:
+        item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session")
