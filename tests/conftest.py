@@ -24,11 +24,30 @@ settings.register_profile("ray_pipe", deadline=None)
 settings.load_profile("ray_pipe")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """`make test` has two workers: what needs Ray is done by one of them, in order."""
-    whole = {"e2e", "chaos", "cluster"} & set(item.path.parts)
-    if whole or item.get_closest_marker("ray") is not None:
-        item.add_marker(pytest.mark.xdist_group("ray"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--half",
+        choices=["ray", "plain"],
+        help="only what needs Ray (it runs in order), or only the rest: `make test` runs both "
+        "halves at the same time",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    half = config.getoption("--half")
+    if half is None:
+        return
+    with_ray = {item for item in items if _needs_ray(item)}
+    kept = [item for item in items if (item in with_ray) == (half == "ray")]
+    config.hook.pytest_deselected(
+        items=[item for item in items if (item in with_ray) != (half == "ray")]
+    )
+    items[:] = kept
+
+
+def _needs_ray(item: pytest.Item) -> bool:
+    whole = {"e2e", "chaos", "cluster"} & set(item.path.relative_to(item.config.rootpath).parts)
+    return bool(whole) or item.get_closest_marker("ray") is not None
 
 
 @pytest.fixture(scope="session")
