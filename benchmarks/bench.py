@@ -36,9 +36,15 @@ def stage_actors(num_stages: int) -> Iterator[Any]:
         yield actors
 
 
+def wait_for_spares(actors: Any, arm: Any) -> None:
+    """Until the spare has loaded everything: it would do so during the first steps otherwise."""
+    actors.tend(arm.specs()[0])
+    assert actors.spares.wait(120), "no spare was warm after two minutes"
+
+
 def subset(actors: Any, num_stages: int) -> Any:
     """The first actors of a pool, as a pipeline of their own."""
-    return Namespace(handles=actors.handles[:num_stages], tend=actors.tend)
+    return Namespace(handles=actors.handles[:num_stages], tend=actors.tend, spares=actors.spares)
 
 
 def train_arm(
@@ -68,6 +74,7 @@ def train_arm(
     arm = arms_of(config, gpt_workload(config))[0]
     pool = subset(actors, config.pipeline.stages)
     pipeline = TRANSPORTS[config.pipeline.transport](pool, arm, epoch_s=time.time())
+    wait_for_spares(pool, arm)
     costs, shape = measure_costs(pipeline)
     links = Topology.uniform(arm.topology.num_nodes, real_bps) if real_bps else arm.topology
     num_cores = len(os.sched_getaffinity(0))  # of this machine, however many hosts it plays

@@ -15,6 +15,7 @@ from typing import Any
 from stages.actor_probes import ProbeCalls
 from stages.actor_replicas import ReplicaCalls
 from stages.actor_saving import SavingCalls
+from stages.courier import disclose
 from stages.crowding import crowding
 from stages.plan import StepPlan
 from stages.record import StepRecord
@@ -31,8 +32,9 @@ class StageActor(SavingCalls, ReplicaCalls, ProbeCalls):
         record = self._loop.submit(self.stage.run(plan)).result()
         return replace(record, crowding=crowding())
 
-    def deliver(self, source: int, generation: int, frame: Any) -> None:
+    def deliver(self, *parts: Any) -> None:
         """A frame of another stage: enqueue only. What is left of an earlier arm is dropped."""
+        source, generation, frame = disclose(parts)
         if self._stage is not None and generation == self._spec.generation:
             self._loop.call_soon(self._stage.on_frame, source, frame)
 

@@ -10,6 +10,7 @@ that pushes frames to the neighbours' actors.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,11 +46,16 @@ T = TypeVar("T")
 SPARE = -1
 """The index of an actor that is no stage yet."""
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep Python's lock while another wants it. A compute lane gives it up at
+each torch operation; with Python's default of 5 ms it may wait that long to get on."""
+
 
 class StageProcess:
     """Holds a stage, once `setup` has made one."""
 
     def __init__(self, index: int, replica: int | None = None) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         torch.set_num_threads(1)  # more threads than cores run many times slower
         self.index = index
         self.replica = replica

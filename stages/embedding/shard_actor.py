@@ -23,7 +23,7 @@ from netsim.link import Link, LinkLike
 from netsim.loop_thread import LoopThread
 from netsim.shaper import Uplink
 from netsim.topology import Topology
-from stages.courier import Courier
+from stages.courier import Courier, disclose
 from stages.digest import source_digest
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard import Shard
@@ -123,8 +123,9 @@ class ShardActor:
             server.on_point = lambda point: _strike((point, shard.version) in own)
         return server
 
-    def deliver(self, source: int, generation: int, frame: Any) -> None:
+    def deliver(self, *parts: Any) -> None:
         """A letter of stage 0: enqueue only. What is left of an earlier arm is dropped."""
+        _, generation, frame = disclose(parts)
         if self._server is not None and generation == self._generation:
             self._loop.call_soon(self._server.on_frame, frame)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from compressors.base import SampleKeys
-from compressors.frame import FrameHeader, scatter, unpack
+from compressors.frame import FrameHeader, pack, scatter, unpack
 from compressors.identity import Identity
-from stages.courier import VIEW_NBYTES, Courier
+from stages.courier import VIEW_NBYTES, Courier, disclose, enclose
 
 HEADER = FrameHeader(kind="replica", source=0, target=0, step=1, body={"op": "up"})
 
@@ -32,16 +32,31 @@ class Peer:
         return self.got.get(timeout=10)
 
 
-def test_small_frames_go_as_bytes_and_large_ones_as_arrays_over_them() -> None:
+def test_small_frames_go_as_one_bytes_and_large_ones_as_arrays_over_them() -> None:
     courier, peer = Courier(3, print), Peer()
     large = bytes(VIEW_NBYTES + 1)
     courier.push(peer, 1, 7, b"small")
     courier.push(peer, 1, 7, large)
 
-    assert peer.next() == (3, 7, b"small")
-    source, generation, payload = peer.next()
+    (tagged,) = peer.next()
+    assert tagged == b"\x03\0\0\0\x07\0\0\0small"
+    assert disclose((tagged,)) == (3, 7, b"small")
+    source, generation, payload = disclose(peer.next())
     assert (source, generation) == (3, 7)
     assert payload.ctypes.data == np.frombuffer(large, dtype=np.uint8).ctypes.data
+
+
+def test_parts_of_a_frame_stay_aligned_behind_the_tag() -> None:
+    vector = torch.arange(1000, dtype=torch.float64)
+    frame = pack(HEADER, Identity().encode(vector, keys=SampleKeys(ids=(0,))))
+
+    _, _, payload = disclose(enclose(-1, 2**32 - 1, frame))
+
+    assert np.frombuffer(payload, dtype=np.uint8).ctypes.data % 8 == 0
+    header, packet = unpack(payload)
+    assert header == HEADER
+    assert packet is not None
+    assert torch.equal(Identity().decode(packet), vector)
 
 
 def test_a_letter_in_pieces_goes_without_a_copy_and_reads_as_it_was() -> None:
