@@ -99,7 +99,9 @@ class DatasetSamples:
     """
 
     def __init__(self, dataset: Any, *, digest: str | None = None, may_pad: bool = True) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        # A stream of torch inherits an index that only raises, and may well have a length.
+        is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(
                 f"{type(dataset).__name__} has no length or index; AC-SGD needs a map-style "
                 "dataset with stable ids, not a stream"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from ray_pipe.workload import (
     BlocksFn,
     Workload,
     blocks_workload,
-    fresh_masks,
     gpt_workload,
     held_out_samples,
 )
@@ -129,19 +129,20 @@ class PipelineTrainer:
         """Train; raises a `RayPipeError` that says what went wrong and what to do."""
         config = self.config
         num_blocks = self.workload.num_blocks if self.workload else None
-        observer = self._observer()
         workload = self.workload or gpt_workload(config)
         warnings = config.validate(num_blocks=num_blocks)
-        masks = fresh_masks(workload.blocks)
-        if masks and config.codec.has_memory:
+        masks = workload.fresh_masks
+        memories = [arm.name for arm in config.arms if arm.has_memory]
+        if masks and memories:
             warnings.append(
                 f"blocks {', '.join(masks[:3])} draw a fresh dropout mask on each visit, which "
-                f"{config.codec.name} must send as a change; use p=0, or "
+                f"{memories[0]} must send as a change; use p=0, or "
                 "stages.dropout.SampleDropout, whose mask belongs to the sample."
             )
-        for text in warnings:
-            observer.on_warning(text)
-        outcome = run(config, observer, workload, want_states=True)
+        with self._display() as observer:
+            for text in warnings:
+                observer.on_warning(text)
+            outcome = run(config, observer, workload, want_states=True)
         arms = outcome.results["arms"]
         return Result(
             metrics=dict(arms[-1]),
@@ -152,10 +153,11 @@ class PipelineTrainer:
             error=lost_checkpoints(outcome.results),
         )
 
-    def _observer(self) -> Observer:
+    def _display(self) -> AbstractContextManager[Observer]:
+        """Bars move only inside this context; on leaving it the terminal is as it was."""
         if self._progress is True:
             return make_progress(sys.stderr)
-        return Silent() if self._progress is False else self._progress
+        return nullcontext(Silent() if self._progress is False else self._progress)
 
 
 def _weights(outcome: Outcome, workload: Workload, num_stages: int) -> dict[str, Tensor]:

@@ -38,6 +38,9 @@ class Workload:
     blocks: tuple[nn.Module, ...] = ()
     """The user's own modules, if the model was given as such and not as a function."""
 
+    fresh_masks: tuple[str, ...] = ()
+    """The user's layers that draw a new dropout mask on each visit."""
+
     tied: tuple[tuple[str, ...], ...] = ()
     """All names of each parameter that several blocks share, as in `nn.Sequential(*blocks)`."""
 
@@ -153,6 +156,7 @@ def blocks_workload(
         loss=loss,
         samples=samples,
         blocks=own,
+        fresh_masks=tuple(fresh_masks(made)),
         tied=tied_names(made),
         num_held_out=held_out,
     )
@@ -168,14 +172,29 @@ def tied_names(blocks: Sequence[nn.Module]) -> tuple[tuple[str, ...], ...]:
 
 
 def fresh_masks(blocks: Sequence[nn.Module]) -> list[str]:
-    """Dropout layers that draw a new mask on each visit: changes that AC-SGD must send."""
-    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    """Layers that draw a new dropout mask on each visit: changes that AC-SGD must send.
+
+    Found are torch's dropout layers and all others that keep a probability in an attribute named
+    after dropout, as attention and recurrent layers do; not a bare `F.dropout(x)` in a `forward`.
+    """
     return [
         f"{index}.{name}".rstrip(".")
         for index, block in enumerate(blocks)
         for name, module in block.named_modules()
-        if isinstance(module, kinds) and module.p > 0
+        if _draws_masks(module)
     ]
+
+
+def _draws_masks(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase) and module.num_layers == 1:
+        return False  # torch drops between layers only
+    return any(
+        isinstance(value, (int, float)) and value > 0
+        for name, value in vars(module).items()
+        if "dropout" in name
+    )
 
 
 def _build_gpt(shape: GPTShape, seed: int, start: int, stop: int) -> nn.Module:

@@ -12,6 +12,7 @@ from ray_pipe.config import RunConfig
 from ray_pipe.data import DatasetSamples, TextSamples
 from ray_pipe.errors import ConfigError, DataError
 from ray_pipe.workload import blocks_workload, fresh_masks, gpt_workload, tied_names
+from stages.dropout import SampleDropout
 from stages.loss import cross_entropy, from_mean
 
 SAMPLES = TextSamples(b"a corpus of some bytes" * 40, context=8)
@@ -108,6 +109,27 @@ def test_dropout_that_draws_fresh_masks_is_found() -> None:
     blocks = [nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.0))]
 
     assert fresh_masks(blocks) == ["1.0"]
+
+
+def test_dropout_inside_attention_and_recurrent_layers_is_found_too() -> None:
+    blocks = [
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.MultiheadAttention(4, 2),
+        nn.LSTM(4, 4, num_layers=2, dropout=0.1),
+        nn.GRU(4, 4, num_layers=2),
+        nn.Sequential(nn.TransformerEncoderLayer(4, 2, dropout=0.0)),
+        nn.FeatureAlphaDropout(0.2),
+        SampleDropout(0.3, salt=0),
+    ]
+
+    assert fresh_masks(blocks) == ["0", "2", "5"]
+
+
+def test_a_recurrent_layer_alone_draws_no_mask_whatever_its_dropout() -> None:
+    layer = nn.LSTM(4, 4)
+    layer.dropout = 0.5  # torch warns of it in the constructor, and drops between layers only
+
+    assert fresh_masks([layer]) == []
 
 
 def test_a_loss_may_return_a_mean_or_a_sum_with_its_count() -> None:
