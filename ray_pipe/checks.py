@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ray_pipe.codec_names import has_memory
 from ray_pipe.ctr_section import check_ctr
 from ray_pipe.errors import ConfigError
+from ray_pipe.sections import LINK_OPTIONS
 
 if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
@@ -31,6 +32,7 @@ ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     """All checks that need neither torch nor the corpus."""
     check_replicas(config)
+    check_links(config)
     if config.task == "ctr":
         return check_ctr(config)
     check_stages(config, num_blocks=num_blocks)
@@ -104,7 +106,7 @@ def check_replicas(config: RunConfig) -> None:
 
 
 def check_topology(config: RunConfig) -> None:
-    """The topology file can be read, fits the number of stages, and is the only word on links."""
+    """The topology file can be read and fits the number of stages."""
     path = config.network.topology
     if path is None:
         return
@@ -114,19 +116,18 @@ def check_topology(config: RunConfig) -> None:
         Topology.load(path, config.sync.replicas * config.pipeline.stages)
     except ValueError as error:
         raise ConfigError(f"--topology: {' '.join(str(error).split())}") from None
-    plain = type(config.network)(topology=path)
-    for name, key in (
-        ("bandwidth_bps", "bandwidth"),
-        ("latency_s", "latency"),
-        ("jitter_s", "jitter"),
-        ("loss_rate", "loss"),
-    ):
-        value = getattr(config.network, name)
-        if value != getattr(plain, name):
-            raise ConfigError(
-                f"network.{name} is {value:g}, but --topology {path} describes all links, so it "
-                f"would not be used; write it as `{key}` under `default:` in that file."
-            )
+
+
+def check_links(config: RunConfig) -> None:
+    """A topology is the only word on links, and what else was given would not be used."""
+    path = config.network.topology
+    if path is None:
+        return
+    for name, value in config.network.said.items():
+        raise ConfigError(
+            f"network.{name} is {value:g}, but --topology {path} describes all links, so it would "
+            f"not be used; write it as `{LINK_OPTIONS[name]}` under `default:` in that file."
+        )
 
 
 def check_data_source(source: str) -> None:

@@ -22,6 +22,7 @@ from ray_pipe.ctr_section import CTR_DEFAULTS, EmbeddingConfig, check_task
 from ray_pipe.errors import ConfigError
 from ray_pipe.options import check_section, option, plain
 from ray_pipe.sections import (
+    LINK_OPTIONS,
     CheckpointConfig,
     CodecConfig,
     DataConfig,
@@ -30,6 +31,7 @@ from ray_pipe.sections import (
     NetworkConfig,
     OptimConfig,
     PipelineConfig,
+    hidden_options,
 )
 from ray_pipe.sync_config import SyncConfig
 
@@ -107,7 +109,6 @@ class RunConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
 
     name_is_generated: bool = field(default=False, init=False, repr=False, compare=False)
-    links_are_given: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
@@ -117,9 +118,6 @@ class RunConfig:
         object.__setattr__(self, "compare", names)
         check_task(self)
         checks.check_arms(self)
-        rate_bps = NetworkConfig().bandwidth_bps
-        given = self.network.topology is not None or self.network.bandwidth_bps != rate_bps
-        object.__setattr__(self, "links_are_given", given)
         if not self.name:
             object.__setattr__(self, "name_is_generated", True)
             object.__setattr__(self, "name", _make_name(self))
@@ -131,19 +129,26 @@ class RunConfig:
         names = self.compare or (self.codec.name,)
         return tuple(dataclasses.replace(self.codec, name=name) for name in names)
 
+    @property
+    def links_are_given(self) -> bool:
+        """Whether somebody said how fast the links are."""
+        return self.network.topology is not None or "bandwidth_bps" in self.network.said
+
     def on_nodes(self, num_nodes: int) -> tuple[Self, list[str]]:
         """The run as it is when its stages are on so many nodes, and what to tell the user.
 
         Between several nodes there is a real network; where no bandwidth was asked for, none is
-        emulated on top of it.
+        emulated on top of it. A latency, jitter or loss that was asked for is.
         """
         if self.links_are_given or num_nodes < 2:
             return self, []
         network = dataclasses.replace(self.network, bandwidth_bps=math.inf)
         name = "" if self.name_is_generated else self.name
+        asked = [f"{key} {value:g}" for key, value in self.network.said.items() if value]
+        added = f"only {', '.join(asked)} is emulated" if asked else "nothing is emulated"
         return dataclasses.replace(self, network=network, name=name), [
             f"the stages are on {num_nodes} nodes and no --bandwidth was given: frames go over "
-            "the real network as they are, nothing is emulated (--bandwidth 100Mbps would)."
+            f"the real network as they are, {added} (--bandwidth 100Mbps would)."
         ]
 
     def make_folder(self) -> Path:
@@ -159,14 +164,20 @@ class RunConfig:
         return checks.check_run(self, num_blocks=num_blocks)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole configuration as JSON can hold it; `from_dict` gives an equal one back."""
+        """The whole configuration as JSON can hold it; `from_dict` gives an equal one back.
+
+        With a topology, options of links that nobody gave are left out: they describe nothing.
+        """
         result: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             if not item.init:
                 continue
             value = getattr(self, item.name)
             if dataclasses.is_dataclass(value):
-                result[item.name] = {name: plain(inner) for name, inner in vars(value).items()}
+                hidden = hidden_options(value)
+                result[item.name] = {
+                    name: plain(inner) for name, inner in vars(value).items() if name not in hidden
+                }
             else:
                 result[item.name] = plain(value)
         return result
@@ -182,18 +193,15 @@ class RunConfig:
         merged = settings_file.merge_layers(cls, layers)
         if merged.get("task") == "ctr":
             merged = settings_file.under(CTR_DEFAULTS, merged)
-        config = cls(**settings_file.build_sections(cls, merged))
-        if "network.bandwidth_bps" in merged:  # the default's own value counts too, if it is said
-            object.__setattr__(config, "links_are_given", True)
-        return config
+        return cls(**settings_file.build_sections(cls, merged))
 
     def with_overrides(self, settings: Iterable[str]) -> Self:
         """A copy with settings written as on the command line: `["codec.fw_bits=2"]`."""
         own = self.to_dict()
         if self.name_is_generated:
             del own["name"]  # it would speak of the old codec and bandwidth
-        if not self.links_are_given:
-            del own["network"]["bandwidth_bps"]
+        for name in LINK_OPTIONS.keys() - self.network.said.keys():
+            own["network"].pop(name, None)
         given = settings_file.parse_settings(settings)
         return self.from_layers([("config", own), ("--set", given)])
 

@@ -223,6 +223,10 @@ def build_config(args: argparse.Namespace) -> RunConfig:
     # A codec by --set is no wish for one arm where the same command line says what to compare.
     if "compare" in values and {"codec", "codec.name"} & given.keys():
         given.setdefault("compare", values["compare"])
+    # Nor does a topology by --set hide what the same command line says of the links.
+    if "network.topology" in given:
+        links = {key: value for key, value in values.items() if key.startswith("network.")}
+        given = {**links, **given}
     return RunConfig.from_layers([*layers, (labels, values), ("--set", given)])
 
 

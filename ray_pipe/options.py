@@ -25,6 +25,13 @@ UNIT_SUFFIXES = {"bandwidth": "_bps", "duration": "_s", "size": "", "fraction": 
 """How the name of an option ends that has a unit; text may leave the ending out."""
 
 
+class Unsaid(float):
+    """A default that nobody asked for: the same number, told apart from one that was said.
+
+    It survives `dataclasses.replace` and pickling, and goes with the first number in its place.
+    """
+
+
 def option(
     default: Any,
     *,
@@ -156,7 +163,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
         return "unlimited"
-    return value
+    return float(value) if isinstance(value, Unsaid) else value
 
 
 def show_option(field: dataclasses.Field[Any], value: Any) -> tuple[str, Any]:

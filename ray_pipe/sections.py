@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ray_pipe.codec_names import backward_codec, canonical_codec, has_memory
 from ray_pipe.errors import ConfigError, listed, nearest
 from ray_pipe.models.sizes import SIZES, ModelSize
-from ray_pipe.options import check_section, option
+from ray_pipe.options import Unsaid, check_section, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,20 +197,29 @@ class CodecConfig:
         return backward_codec(self.name)
 
 
+LINK_OPTIONS = {
+    "bandwidth_bps": "bandwidth",
+    "latency_s": "latency",
+    "jitter_s": "jitter",
+    "loss_rate": "loss",
+}
+"""Options of a link, and their names in a topology file, which describes all links by itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
     """The links between the stages, as they are emulated."""
 
-    bandwidth_bps: float = option(100e6, above=0.0, unit="bandwidth")
+    bandwidth_bps: float = option(Unsaid(100e6), above=0.0, unit="bandwidth")
     """Speed of each node's uplink in bits per second, such as 100Mbps; unlimited: no shaping."""
 
-    latency_s: float = option(0.0, low=0.0, unit="duration")
+    latency_s: float = option(Unsaid(0.0), low=0.0, unit="duration")
     """One-way delay of each link, such as 20ms."""
 
-    jitter_s: float = option(0.0, low=0.0, unit="duration")
+    jitter_s: float = option(Unsaid(0.0), low=0.0, unit="duration")
     """How far the delay varies, such as 5ms."""
 
-    loss_rate: float = option(0.0, low=0.0, high=0.5, unit="fraction")
+    loss_rate: float = option(Unsaid(0.0), low=0.0, high=0.5, unit="fraction")
     """Share of the segments that are lost and sent again, such as 0.01 or 1%."""
 
     topology: str | None = None
@@ -220,9 +229,22 @@ class NetworkConfig:
         check_section(self, prefix="network.")
 
     @property
+    def said(self) -> dict[str, float]:
+        """What was asked for, even if it is the default's own value; not the topology."""
+        own = {name: getattr(self, name) for name in LINK_OPTIONS}
+        return {name: value for name, value in own.items() if not isinstance(value, Unsaid)}
+
+    @property
     def unlimited(self) -> bool:
         """Whether frames pass unshaped, as on a real slow network."""
         return math.isinf(self.bandwidth_bps) and self.topology is None
+
+
+def hidden_options(section: Any) -> frozenset[str]:
+    """Options that mean nothing beside the others: links that nobody described, with a topology."""
+    if not isinstance(section, NetworkConfig) or section.topology is None:
+        return frozenset()
+    return frozenset(LINK_OPTIONS.keys() - section.said.keys())
 
 
 @dataclass(frozen=True, kw_only=True)

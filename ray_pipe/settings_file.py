@@ -17,6 +17,7 @@ from typing import Any
 
 from ray_pipe.errors import ConfigError, nearest
 from ray_pipe.options import UNIT_SUFFIXES, option_docs, read_option, show_option
+from ray_pipe.sections import LINK_OPTIONS, hidden_options
 
 Labels = str | Mapping[str, str]
 """What errors call a source: one name, or one for each dotted key (the flags)."""
@@ -74,7 +75,8 @@ def merge_layers(run: type, layers: Iterable[tuple[Labels, Mapping[str, Any]]]) 
     """Dotted keys with typed values, later layers over earlier ones.
 
     A layer that gives `steps` takes `epochs` of earlier ones away, and the other way round; one
-    that gives a codec's name and no `compare` asks for that codec alone.
+    that gives a topology takes the bandwidth, latency, jitter and loss of earlier ones; one that
+    gives a codec's name and no `compare` asks for that codec alone.
     """
     merged: dict[str, Any] = {}
     for labels, values in layers:
@@ -89,6 +91,9 @@ def merge_layers(run: type, layers: Iterable[tuple[Labels, Mapping[str, Any]]]) 
                 merged.pop(other, None)
             if layer.get(other) is not None:
                 merged.pop(one, None)
+        if layer.get("network.topology") is not None:
+            for name in LINK_OPTIONS:
+                merged.pop(f"network.{name}", None)
         if "codec.name" in layer and "compare" not in layer:
             merged["compare"] = ()
         merged.update(layer)
@@ -237,10 +242,10 @@ def show_settings(config: Any) -> str:
 
     def add(owner: Any, indent: str) -> None:
         kind: type = type(owner)
-        docs = option_docs(kind)
+        docs, hidden = option_docs(kind), hidden_options(owner)
         for field in dataclasses.fields(owner):
             value = getattr(owner, field.name)
-            if not field.init or dataclasses.is_dataclass(value):
+            if not field.init or dataclasses.is_dataclass(value) or field.name in hidden:
                 continue
             key, text = show_option(field, value)
             if field.name == "name" and getattr(owner, "name_is_generated", False):

@@ -734,10 +734,11 @@ def test_between_several_nodes_nothing_is_emulated_unless_it_is_asked_for() -> N
     [
         {"network.bandwidth": "100Mbps"},  # said aloud, though it is the default
         {"network.bandwidth_bps": 1e7},
+        {"network": NetworkConfig(bandwidth_bps=100e6)},  # as from Python
     ],
 )
 def test_a_bandwidth_that_is_given_is_emulated_on_any_cluster(given: dict[str, Any]) -> None:
-    asked = RunConfig.from_dict(given)
+    asked = RunConfig(**given) if "network" in given else RunConfig.from_dict(given)
     config, notes = asked.on_nodes(4)
 
     assert config is asked
@@ -756,3 +757,4 @@ def test_what_was_not_given_is_still_not_given_after_an_override() -> None:
     assert not config.links_are_given
     assert config.on_nodes(2)[0].name == "mine"
     assert RunConfig().with_overrides(["network.bandwidth=100Mbps"]).links_are_given
+    assert not pickle.loads(pickle.dumps(config)).links_are_given
