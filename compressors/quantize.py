@@ -4,8 +4,8 @@ Path: compressors.base -> compressors.quantize -> compressors.kernels
 
 `Uniform` has a bf16 scale for each group of channels of each token: the signed-scale grid (the
 default, all 2^bits levels serve) or the symmetric one. `Reference` is the paper's own codec, one
-fp16 scale for each channel, kept as a baseline with its faults: it is neither odd nor idempotent
-and damages tensors below 1e-5.
+fp16 scale for each channel (or, to tell the grid from the scales, for each group as above), kept
+as a baseline with its faults: it is neither odd nor idempotent and damages tensors below 1e-5.
 
 Tensors are read as matrices [rows, last dimension]. Padded positions are neither sent nor enter a
 scale; they decode to zero. Infinities and NaNs fit no grid: encoding raises `kernels.NonFinite`.
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from compressors import kernels, kernels_torch
-from compressors.base import CodecError, Compressor, Packet, SampleKeys, State, Stateless
+from compressors.base import CodecError, Compressor, Packet, SampleKeys
 from compressors.identity import dtype_name, dtype_of, from_part, to_part
 from compressors.padding import join_valid, lengths_of, num_valid_rows, split_valid
+from compressors.rounding import Rounding
 
 SAFE_CONTRACTION: Final = math.sqrt(0.5)
 """AC-SGD's theorem asks of a codec that ‖x - Q(x)‖ stays below this times ‖x‖."""
 
 
-class Uniform(Stateless):
+class Uniform(Rounding):
     """Groups of channels on a uniform grid: `bits` for a value, 16 for the scale of a group."""
 
     name = "uniform"
@@ -45,15 +46,10 @@ class Uniform(Stateless):
         seed: int = 0,
     ) -> None:
         kernels.check_grid(bits, group, grid)
-        if rounding not in ("nearest", "stochastic"):
-            raise ValueError(f'rounding is "nearest" or "stochastic", got {rounding!r}')
+        super().__init__(rounding, seed)
         self.bits = bits
         self.grid = grid
         self.group = group
-        self.rounding = rounding
-        self.seed = seed
-        self._num_draws = 0  # committed and staged; each encoding has random numbers of its own
-        self._num_committed = 0
 
     def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         matrix, lengths = split_valid(_floats(tensor, self.name), keys)
@@ -102,104 +98,125 @@ class Uniform(Stateless):
         """Whether the contraction is within what AC-SGD's theorem asks."""
         return self.contraction < SAFE_CONTRACTION
 
-    def commit(self) -> None:
-        self._num_committed = self._num_draws
-
-    def abort(self) -> None:
-        self._num_draws = self._num_committed
-
-    def state_dict(self) -> State:
-        return {"num_draws": self._num_committed} if self.rounding == "stochastic" else {}
-
-    def load_state_dict(self, state: State) -> None:
-        if self.rounding != "stochastic":
-            super().load_state_dict(state)
-            return
-        if set(state) != {"num_draws"}:
-            raise ValueError(f"stochastic rounding saves num_draws, got keys {sorted(state)}")
-        self._num_draws = self._num_committed = int(state["num_draws"])
-
     def _quantize(self, matrix: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        if self.rounding == "nearest":
+        generator = self._draw(keys)
+        if generator is None:
             return kernels.quantize(matrix, bits=self.bits, group=self.group, grid=self.grid)
         coded = kernels_torch.quantize(
-            matrix, bits=self.bits, group=self.group, grid=self.grid, generator=self._draw(keys)
+            matrix, bits=self.bits, group=self.group, grid=self.grid, generator=generator
         )
         if coded is None:
             raise kernels.non_finite("x", matrix)
         return coded
 
-    def _draw(self, keys: SampleKeys) -> torch.Generator:
-        """Numbers that depend on the seed and on how many tensors went before, nothing else."""
-        number = self._num_draws
-        if keys.remember:
-            self._num_draws += 1
-        mixed = (self.seed + 1) * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9
-        return torch.Generator().manual_seed(mixed % 2**63)
 
+class Reference(Rounding):
+    """The grid of AC-SGD's published code: one fp16 scale per channel for the whole micro-batch.
 
-class Reference(Stateless):
-    """The grid of AC-SGD's published code: one fp16 scale per channel for the whole micro-batch."""
+    With a `group`, the same grid and scales for groups of channels of each token, as `Uniform` has
+    them: what of the paper's codec is the grid, and what its long columns.
+    """
 
     name = "reference"
 
-    def __init__(self, bits: int) -> None:
-        kernels.check_grid(bits, 1, "signed")
+    def __init__(
+        self, bits: int, *, group: int | None = None, rounding: str = "nearest", seed: int = 0
+    ) -> None:
+        kernels.check_grid(bits, 1 if group is None else group, "signed")
+        super().__init__(rounding, seed)
         self.bits = bits
+        self.group = group
 
     def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         matrix, lengths = split_valid(_floats(tensor, self.name), keys)
         if not bool(torch.isfinite(matrix).all()):
             raise kernels.non_finite("x", matrix)
         full = 1 << (self.bits - 1)
-        largest = matrix.abs().amax(dim=0) if len(matrix) else matrix.new_empty(0)
-        scales = largest.clamp_(max=torch.finfo(torch.float16).max).to(torch.float16)
-        divisor = scales.float() + 1e-6 if len(matrix) else 1.0
-        z = matrix.div(divisor).mul_(full).round_()
+        scales = self._scales(matrix)
+        z = matrix.div(_spread(scales, matrix.shape, self.group) + 1e-6).mul_(full)
+        generator = self._draw(keys)
+        if generator is None:
+            z.round_()
+        else:
+            noise = torch.rand(z.shape, generator=generator, device=generator.device)
+            z.add_(noise.to(z.device)).floor_()
         unsigned = z.clamp_(-full, full - 1).add_(full).to(torch.uint8)
         codes = kernels_torch.pack(unsigned.reshape(1, -1), self.bits)
         meta: dict[str, object] = {"bits": self.bits, "dtype": dtype_name(tensor.dtype)}
+        if self.group is not None:
+            meta["group"] = self.group
         if lengths is not None:
             meta["lengths"] = lengths
         parts = to_part(codes), to_part(scales)
         return Packet(codec=self.name, shape=tuple(tensor.shape), meta=meta, parts=parts)
 
+    def _scales(self, matrix: Tensor) -> Tensor:
+        rows, channels = matrix.shape
+        if matrix.numel() == 0:
+            largest = matrix.new_zeros(_num_scales(rows, channels, self.group))
+        elif self.group is None:
+            largest = matrix.abs().amax(dim=0)
+        else:
+            missing = -channels % self.group
+            padded = torch.nn.functional.pad(matrix.abs(), (0, missing))
+            largest = padded.view(rows, -1, self.group).amax(dim=-1)
+        return largest.clamp_(max=torch.finfo(torch.float16).max).to(torch.float16)
+
     def decode(self, packet: Packet) -> Tensor:
         bits = _whole(packet, "bits")
+        group = _whole(packet, "group") if "group" in packet.meta else None
         if not 1 <= bits <= 8:
             raise CodecError(f"{packet.codec} packet has {bits} bits, not 1 to 8")
+        if group is not None and group < 1:
+            raise CodecError(f"{packet.codec} packet has groups of {group}, not 1 or more")
         dtype, lengths = dtype_of(packet), lengths_of(packet)
         rows, channels = num_valid_rows(packet.shape, lengths)
         code_part, scale_part = _two_parts(packet)
         nbytes = -(-rows * channels * bits // 8)
         codes = from_part(code_part, torch.uint8, (1, nbytes), codec=packet.codec)
-        num_scales = channels if rows else 0  # no row, no scale
-        scales = from_part(scale_part, torch.float16, (num_scales,), codec=packet.codec)
+        shape = _num_scales(rows, channels, group)
+        scales = from_part(scale_part, torch.float16, shape, codec=packet.codec)
         if not bool(torch.isfinite(scales).all()):
             raise CodecError(f"{packet.codec} packet has a scale that is not finite")
         full = 1 << (bits - 1)
         unsigned = kernels_torch.unpack(codes, rows * channels, bits)
         value = unsigned.to(torch.float32).sub_(full).div_(full).view(rows, channels)
-        if rows:
-            value *= scales.float()
+        value *= _spread(scales, value.shape, group)
         return join_valid(value, packet.shape, lengths).to(dtype)
 
     def estimate_nbytes(self, shape: tuple[int, ...]) -> int:
         rows, channels = num_valid_rows(shape, None)
-        return -(-rows * channels * self.bits // 8) + (2 * channels if rows else 0)
+        num_scales = math.prod(_num_scales(rows, channels, self.group))
+        return -(-rows * channels * self.bits // 8) + 2 * num_scales
 
     @property
     def contraction(self) -> float:
         """‖x - Q(x)‖/‖x‖, the worst of Gaussian, Laplace and Student-3 values; measured.
 
-        For 1024 tokens in a micro-batch; it grows with their number, as the scale does.
+        For 1024 tokens in a micro-batch; without groups it grows with their number, as the scale
+        does.
         """
-        return _reference_contraction(self.bits)
+        return _reference_contraction(self.bits, self.group, self.rounding)
 
     @property
     def safe(self) -> bool:
         """Whether the contraction is within what AC-SGD's theorem asks."""
         return self.contraction < SAFE_CONTRACTION
+
+
+def _num_scales(rows: int, channels: int, group: int | None) -> tuple[int, ...]:
+    """Shape of the reference grid's scales; no row, no scale."""
+    if group is None:
+        return (channels if rows else 0,)
+    return rows, -(-channels // group)
+
+
+def _spread(scales: Tensor, shape: torch.Size, group: int | None) -> Tensor:
+    """The scale of each value of a matrix, in fp32."""
+    wide = scales.float()
+    if group is not None:
+        return wide.repeat_interleave(group, dim=-1)[:, : shape[1]]
+    return wide if shape[0] else wide.new_ones(shape[1])
 
 
 def gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -235,8 +252,9 @@ def _uniform_contraction(bits: int, grid: str, group: int, rounding: str) -> flo
 
 
 @functools.cache
-def _reference_contraction(bits: int) -> float:
-    return max(measure_contraction(Reference(bits), each) for each in DISTRIBUTIONS)
+def _reference_contraction(bits: int, group: int | None, rounding: str) -> float:
+    codec = Reference(bits, group=group, rounding=rounding)
+    return max(measure_contraction(codec, each) for each in DISTRIBUTIONS)
 
 
 def _floats(tensor: Tensor, codec: str) -> Tensor:

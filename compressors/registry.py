@@ -18,6 +18,7 @@ memory needs not even that: `decode_any` reads it from the packet alone.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -51,6 +52,9 @@ class CodecSpec:
     group: int = 32
     """Neighbouring channels that share a scale."""
 
+    reference_group: int | None = None
+    """The same for the paper's own grid; None: one scale per channel for the whole micro-batch."""
+
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     first_visit_bits: int = 8
@@ -75,7 +79,7 @@ class CodecSpec:
     """Compare a checksum of the new rows at each visit."""
 
     seed: int = 0
-    """Of stochastic rounding."""
+    """Of stochastic rounding; each edge and direction makes its own of it."""
 
 
 def _fp32(spec: CodecSpec, namespace: Namespace) -> Compressor:
@@ -92,12 +96,28 @@ def _bf16(spec: CodecSpec, namespace: Namespace) -> Compressor:
 
 def _directq(spec: CodecSpec, namespace: Namespace) -> Compressor:
     return Uniform(
-        spec.bits, grid=spec.grid, group=spec.group, rounding=spec.rounding, seed=spec.seed
+        spec.bits,
+        grid=spec.grid,
+        group=spec.group,
+        rounding=spec.rounding,
+        seed=_seed_of(spec, namespace),
     )
 
 
 def _reference(spec: CodecSpec, namespace: Namespace) -> Compressor:
-    return Reference(spec.bits)
+    return Reference(
+        spec.bits,
+        group=spec.reference_group,
+        rounding=spec.rounding,
+        seed=_seed_of(spec, namespace),
+    )
+
+
+def _seed_of(spec: CodecSpec, namespace: Namespace) -> int:
+    """Each edge and direction draws numbers of its own: equal ones would round alike everywhere,
+    and the errors of all edges would add up in step."""
+    text = "\0".join(map(str, (spec.seed, *namespace)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _topk(spec: CodecSpec, namespace: Namespace) -> Compressor:

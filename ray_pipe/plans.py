@@ -176,6 +176,7 @@ def codec_spec(codec: CodecConfig, name: str, bits: int, seed: int) -> CodecSpec
         bits=bits,
         grid=codec.grid,
         group=codec.group,
+        reference_group=codec.reference_group,
         rounding=codec.rounding,
         first_visit_bits=codec.first_visit_bits,
         rows=codec.rows,

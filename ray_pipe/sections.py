@@ -132,6 +132,10 @@ class CodecConfig:
     group: int = option(32, low=1)
     """Channels that share a scale."""
 
+    reference_group: int | None = option(None, low=1)
+    """The same for reference and acsgd-reference; empty: as published, one scale for each channel
+    of a micro-batch."""
+
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How values meet the grid."""
 

@@ -35,8 +35,9 @@ NEAREST = [Uniform(b, grid=g) for g in ("signed", "symmetric") for b in range(2,
 
 
 def name_of(codec: Uniform | Reference) -> str:
-    grid = codec.grid if isinstance(codec, Uniform) else "reference"
-    return f"{grid}{codec.bits}"
+    if isinstance(codec, Uniform):
+        return f"{codec.grid}{codec.bits}"
+    return f"reference{codec.bits}" + (f"g{codec.group}" if codec.group else "")
 
 
 # The spec's table: ‖x - Q(x)‖/‖x‖ for Gauss, Laplace, Student-3.
@@ -44,6 +45,11 @@ TABLE = [
     (Reference(2), (0.50, 0.65, 0.77)),
     (Reference(3), (0.25, 0.37, 0.57)),
     (Reference(4), (0.13, 0.19, 0.36)),
+    (Reference(2, rounding="stochastic"), (0.70, 0.98, 1.56)),
+    (Reference(2, group=32), (0.39, 0.45, 0.48)),
+    (Reference(3, group=32), (0.19, 0.23, 0.27)),
+    (Reference(4, group=32), (0.09, 0.12, 0.14)),
+    (Reference(2, group=32, rounding="stochastic"), (0.51, 0.61, 0.69)),
     (Uniform(2, grid="symmetric"), (0.66, 0.66, 0.61)),
     (Uniform(3, grid="symmetric"), (0.23, 0.27, 0.30)),
     (Uniform(4, grid="symmetric"), (0.10, 0.12, 0.14)),
@@ -61,14 +67,23 @@ def test_t10_contraction_is_that_of_the_table(
 ) -> None:
     measured = [measure_contraction(codec, each, seed=5) for each in DISTRIBUTIONS]
 
-    assert measured == pytest.approx(expected, abs=0.02)
+    # Above 0.7 the largest of the values drawn decides: six seeds spread by 3 %.
+    assert measured == pytest.approx(expected, abs=0.02, rel=0.03)
+
+
+def test_t10_has_every_cell_of_the_table() -> None:
+    cells = {(name_of(codec), codec.rounding) for codec, _ in TABLE}
+
+    assert len(TABLE) == len(cells) == 16
 
 
 def test_t10_codecs_declared_safe_contract_below_the_theorems_bound() -> None:
     everything = [
         *(Uniform(b, grid=g, rounding=r)
           for g in ("signed", "symmetric") for r in ("nearest", "stochastic") for b in range(2, 9)),
-        Uniform(1), Uniform(4, group=128), Reference(2), Reference(3), Reference(4),
+        Uniform(1), Uniform(4, group=128),
+        *(Reference(b, group=g, rounding=r)
+          for g in (None, 32) for r in ("nearest", "stochastic") for b in (2, 3, 4)),
     ]  # fmt: skip
     safe = [codec for codec in everything if codec.safe]
     unsafe = [codec for codec in everything if not codec.safe]
@@ -77,10 +92,12 @@ def test_t10_codecs_declared_safe_contract_below_the_theorems_bound() -> None:
         assert max(measure_contraction(codec, each, seed=6) for each in DISTRIBUTIONS) < 0.707
     assert Uniform(2).safe
     assert Uniform(4).safe
-    assert [(name_of(codec), getattr(codec, "rounding", "")) for codec in unsafe] == [
+    assert [(name_of(codec), codec.rounding) for codec in unsafe] == [
         ("symmetric2", "stochastic"),
         ("signed1", "nearest"),
-        ("reference2", ""),
+        ("reference2", "nearest"),
+        ("reference2", "stochastic"),
+        ("reference3", "stochastic"),
     ]
 
 
@@ -263,6 +280,20 @@ def test_stochastic_rounding_repeats_after_an_abort_and_never_otherwise() -> Non
     assert not torch.equal(through(Uniform(2, rounding="stochastic", seed=2), x), first)
 
 
+def test_the_reference_grid_rounds_by_lot_as_reproducibly() -> None:
+    x = values(2, 4, 40)
+    codec = Reference(3, group=16, rounding="stochastic", seed=1)
+    first = through(codec, x)
+    codec.abort()
+    again = through(codec, x)
+    codec.commit()
+    second = through(codec, x)
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert codec.state_dict() == {"num_draws": 1}
+
+
 def test_state_of_the_wrong_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="keeps no state"):
         Uniform(4).load_state_dict({"num_draws": 3})
@@ -309,6 +340,8 @@ REFERENCE = Reference(4).encode(values(2, 3, 32), keys=keys(values(2)))
         (UNIFORM, {"parts": (UNIFORM.parts[0], b"\xff" * 12)}, "scale is not finite"),
         (REFERENCE, {"meta": {**REFERENCE.meta, "bits": 0}}, "has 0 bits, not 1 to 8"),
         (REFERENCE, {"parts": (REFERENCE.parts[0], b"\xff" * 64)}, "scale that is not finite"),
+        (REFERENCE, {"meta": {**REFERENCE.meta, "group": 0}}, "groups of 0, not 1 or more"),
+        (REFERENCE, {"meta": {**REFERENCE.meta, "group": 8}}, "needs 48 bytes of float16, has 64"),
     ],
 )
 def test_packets_that_make_no_sense_are_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -52,9 +52,10 @@ def test_options_reach_the_codec_they_concern() -> None:
     assert (quantiser.bits, quantiser.grid, quantiser.group) == (3, "symmetric", 16)
     assert quantiser.rounding == "stochastic"
 
-    reference = build("reference", bits=2)
+    reference = build("reference", bits=2, reference_group=8, rounding="stochastic")
     assert isinstance(reference, Reference)
-    assert reference.bits == 2
+    assert (reference.bits, reference.group, reference.rounding) == (2, 8, "stochastic")
+    assert getattr(build("reference", group=8), "group", "") is None
 
     topk = build("topk", density=0.25)
     assert isinstance(topk, TopK)
@@ -155,13 +156,40 @@ def test_a_packet_that_needs_memory_says_so() -> None:
         decode_any(Packet(codec="nonsense", shape=(1,)))
 
 
+@pytest.mark.parametrize("name", ["directq", "reference", "acsgd"])
+def test_stochastic_rounding_draws_other_numbers_on_each_edge_and_direction(name: str) -> None:
+    x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+    keys = SampleKeys(ids=(1, 2))
+    spec = CodecSpec(name=name, bits=2, rounding="stochastic", first_visit_bits=8)
+
+    def sent(kind: str, edge: str, replica: int = 0, seed: int = 0) -> tuple[bytes, ...]:
+        codec = make_codec(replace(spec, seed=seed), namespace=(kind, edge, replica, "data"))
+        codec.encode(0.5 * x, keys=keys)  # the first visit of acsgd
+        packet = codec.encode(x, keys=keys)
+        while packet.inner:
+            packet = packet.inner[0]
+        return tuple(bytes(part) for part in packet.parts)
+
+    ends = [
+        sent("activation", "0->1"),
+        sent("activation", "1->2"),
+        sent("gradient", "1->0"),
+        sent("activation", "0->1", replica=1),
+        sent("activation", "0->1", seed=1),
+    ]
+
+    assert len(set(ends)) == len(ends)
+    assert sent("activation", "0->1") == ends[0]
+
+
 def test_a_spec_is_frozen_and_has_the_defaults_of_the_specification() -> None:
     spec = CodecSpec(name="acsgd")
 
     with pytest.raises(FrozenInstanceError):
         spec.bits = 2  # type: ignore[misc]
     assert {f.name: f.default for f in fields(CodecSpec) if f.name != "name"} == {
-        "bits": 4, "grid": "signed", "group": 32, "rounding": "nearest", "first_visit_bits": 8,
+        "bits": 4, "grid": "signed", "group": 32, "reference_group": None,
+        "rounding": "nearest", "first_visit_bits": 8,
         "rows": "bf16", "density": 0.1, "cap_bytes": None, "spill_dir": None,
         "spill_ram_bytes": 256 * 2**20, "checksum": False, "seed": 0,
     }  # fmt: skip
