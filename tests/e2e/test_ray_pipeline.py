@@ -134,15 +134,19 @@ def test_both_transports_count_the_same_tensor_bytes(actors: StageActors) -> Non
     assert counted[0][0]["0->1"]["activation"] > 0
 
 
-def test_a_shaped_link_takes_as_long_as_its_rate_says(actors: StageActors) -> None:
+def test_frames_over_a_shaped_link_arrive_no_sooner_than_its_rate_says(actors: StageActors) -> None:
     arm = replace(make_arm("fp32", stages=2, **{"network.bandwidth_bps": "20Mbps"}), num_steps=2)
 
     records = list(Pipeline(first(actors, 2), arm, epoch_s=0.0).train())
 
-    spans = [s for s in records[-1][0].spans if s.name == "0->1 activation"]
-    nbytes = records[-1][0].sent["0->1"]["activation"]
-    assert len(spans) == 4
-    assert sum(s.end_s - s.start_s for s in spans) == pytest.approx(8 * nbytes / 20e6, rel=0.01)
+    sender, receiver = records[-1]
+    sent_at = next(s.start_s for s in sender.spans if (s.lane, s.name) == ("encode", "F0"))
+    arrived = [s.start_s for s in receiver.spans if (s.lane, s.name) == ("decode", "F")]
+    nbytes = sender.sent["0->1"]["activation"]
+    # Both processes read one clock. Later is a busy machine, sooner would be a link that is none;
+    # tests/unit/test_shaped_stages.py has both bounds.
+    assert len(arrived) == 4
+    assert arrived[-1] - sent_at >= 0.97 * 8 * nbytes / 20e6
 
 
 def test_costs_can_be_measured_without_touching_the_training(actors: StageActors) -> None:
