@@ -9,8 +9,9 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import ray
@@ -32,6 +33,12 @@ INLINE_NBYTES = 4 << 20
 FREE_PERIOD_MS = 20
 """How soon the object store has a frame's memory again. Ray's own second means that an exchange
 writes to pages that were never mapped, which takes longer than the writing (decision 22)."""
+
+SYSTEM_CONFIG = {
+    "max_direct_call_object_size": INLINE_NBYTES,
+    "free_objects_period_milliseconds": FREE_PERIOD_MS,
+}
+"""What a Ray for ray_pipe is started with; `cluster.yaml` has the same."""
 
 START_TIMEOUT_S = 120.0
 START_TRIES = 3
@@ -72,10 +79,7 @@ def connect(
         options |= {
             "address": "local",
             "include_dashboard": dashboard,
-            "_system_config": {
-                "max_direct_call_object_size": INLINE_NBYTES,
-                "free_objects_period_milliseconds": FREE_PERIOD_MS,
-            },
+            "_system_config": SYSTEM_CONFIG,
         }
     else:
         options["address"] = existing
@@ -169,11 +173,17 @@ class StageActors:
         self._num_spares = 0
         self.spares = Spares(self._start_spare, per_node=spares, after_s=spare_after_s)
         self._group = self._reserve()
+        self._homes = [node.id for node in self.placement.nodes]
+        """The node of each bundle of the group; a stage that moved has left its bundle behind."""
+
+        self._bundles: dict[Any, int] = {}
+        """The bundle that an actor runs in, if it runs in one."""
+
         try:
-            self.handles = [
-                self._start(index, PlacementGroupSchedulingStrategy(self._group, index), part="")
-                for index in range(num_stages)
-            ]
+            for index in range(num_stages):
+                handle = self._start(index, self._in_bundle(index), part="")
+                self._bundles[handle] = index
+                self.handles.append(handle)
             self.introduce()
         except BaseException:
             self.__exit__()
@@ -213,8 +223,28 @@ class StageActors:
 
         self._num_spares += 1
         name = f"ray_pipe/{self._label}/spare-{self._num_spares}"
-        home = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        return remote_stage(SPARE, name=name, num_gpus=self.placement.num_gpus, strategy=home)
+        num_gpus = self.placement.num_gpus
+        return self._settle(
+            node,
+            lambda home: remote_stage(SPARE, name=name, num_gpus=num_gpus, strategy=home),
+        )
+
+    def _settle(self, node: Node, start: Callable[[Any], Any]) -> Any:
+        """Start an actor on a node: in a bundle there that nobody uses any more, else beside them.
+
+        What a bundle holds is lent to no one outside it. On a node whose only GPU is that of a
+        dead stage, an actor beside the bundle would wait for ever.
+        """
+        used = {self._bundles.get(handle) for handle in [*self.handles, *self.spares.handles]}
+        for bundle, home in enumerate(self._homes):
+            if home == node.id and bundle not in used:
+                handle = start(self._in_bundle(bundle))
+                self._bundles[handle] = bundle
+                return handle
+        return start(NodeAffinitySchedulingStrategy(node.id, soft=False))
+
+    def _in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, bundle)
 
     def tend(self, warm_with: Any) -> None:
         """Between two steps: start the spares that are missing, and return at once.
@@ -255,18 +285,22 @@ class StageActors:
         for node_id in avoid:
             self.spares.forget(node_id)
         self.placement = move(self.placement, stages, alive, avoid=avoid)
-        for stage in sorted(stages):
+        for stage in stages:
             ray.kill(self.handles[stage])
-            spare = self.spares.take(self.placement.nodes[stage].id)
+            self._bundles.pop(self.handles[stage], None)
+        for stage in sorted(stages):
+            # A spare that has not answered yet may be waiting for a GPU that is not to be had.
+            home, any_spare = self.placement.nodes[stage], self.placement.num_gpus == 0
+            spare = self.spares.take(home.id, loading=any_spare)
             if spare is not None:
                 spare.become.remote(stage)
                 self.handles[stage] = spare
                 warm.add(stage)
                 continue
             self._num_replaced += 1
-            home = NodeAffinitySchedulingStrategy(self.placement.nodes[stage].id, soft=False)
             part = f"-again-{self._num_replaced}"  # the old name may be held a little longer
-            self.handles[stage] = self._start(stage, home, part=part)
+            start = partial(self._start, stage, part=part)
+            self.handles[stage] = self._settle(home, start)
         return warm
 
     def __enter__(self) -> Self:

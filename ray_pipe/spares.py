@@ -69,6 +69,11 @@ class Spares:
         """Spares that wait, or are on their way."""
         return sum(len(home.idle) for home in self._homes.values())
 
+    @property
+    def handles(self) -> list[Any]:
+        """The actors of those."""
+        return [spare.handle for home in self._homes.values() for spare in home.idle]
+
     def is_due(self) -> bool:
         """Whether to call `tend`: the run has lasted long enough to be worth a spare, and the last
         look is a while ago. Costs nothing: asked after every step."""
@@ -91,10 +96,11 @@ class Spares:
                 handle = self._start(node)
                 home.idle.append(_Spare(handle=handle, warm=handle.warm_up.remote(warm_with)))
 
-    def take(self, node_id: str) -> Any | None:
+    def take(self, node_id: str, *, loading: bool = True) -> Any | None:
         """A spare of that node that answers, else None. It is the caller's from now on.
 
-        One that is still loading is taken as well: it will be ready before a new one.
+        One that is still `loading` is taken as well, if that is allowed: it will be ready before a
+        new one. If it is not, it is ended: it may be waiting for what the new one needs.
         """
         home = self._homes.get(node_id, _Home())
         if self._next_s is not None:
@@ -103,6 +109,9 @@ class Spares:
         home.idle.sort(key=lambda spare: not _is_done(spare.warm))
         while home.idle:
             spare = home.idle.pop(0)
+            if not loading and not _is_done(spare.warm):
+                ray.kill(spare.handle)
+                continue
             try:
                 if _is_done(spare.warm):
                     ray.get(spare.handle.ping.remote(), timeout=PING_S)

@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ray_pipe.cluster import SYSTEM_CONFIG
 from tests.cluster.host import REPOSITORY, Host, RigError, do
 from tests.cluster.packages import ssh_layer
 from tests.cluster.rig_remains import RIGS, START_TIMEOUT_S, destroy, sweep
@@ -39,7 +40,6 @@ BURST = "5kb"  # frames below the burst pass unshaped, so it must be small
 START_ATTEMPTS = 3
 USER, UID = "ray", 1234
 GCS_PORT = 6379
-RAY_SYSTEM_CONFIG = {"max_direct_call_object_size": 4 << 20}  # decision 5
 _numbers = itertools.count()
 GOODPUT = 1448 / 1514
 """What TCP carries of a rate: payload over frame."""
@@ -287,7 +287,7 @@ class Rig:
         address = f"{self.hosts[0].ip}:{GCS_PORT}"
         if 0 in chosen:
             chosen.remove(0)
-            config = f"--system-config={json.dumps(RAY_SYSTEM_CONFIG)}"
+            config = f"--system-config={json.dumps(SYSTEM_CONFIG)}"
             words = ["--head", f"--port={GCS_PORT}", config, *head_options, *options]
             self._ray_start(self.hosts[0], words, env)
         for index in chosen:  # in turn: a raylet waits 15 s for its agents, then it dies

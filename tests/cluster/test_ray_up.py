@@ -26,7 +26,7 @@ from tests.cluster.rig import CACHE, Rig
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NUM_NODES = 3
-LAPTOP = {"RAY_AUTH_MODE": "token", "RAY_UP_enable_autoscaler_v2": "0"}
+LAPTOP = {"RAY_AUTH_MODE": "token"}
 JOB = "python -m ray_pipe.run --address auto --model gpt-nano --stages 3 --steps 3 --compare acsgd"
 NODES = "import ray; ray.init('auto', log_to_driver=False); " + (
     "print('alive:', sum(node['Alive'] for node in ray.nodes()))"

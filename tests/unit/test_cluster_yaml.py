@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import shlex
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from ray_pipe.cluster import SYSTEM_CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = ROOT / "cluster.yaml"
@@ -132,6 +137,55 @@ def test_tokens_are_on_and_ports_are_set(path: Path) -> None:
     assert "--metrics-export-port=8090" in head
     assert "--metrics-export-port=8090" in worker
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in head
+
+
+@pytest.mark.parametrize("path", [LOCAL, CLOUD], ids=lambda path: path.name)
+def test_the_head_is_started_as_a_ray_of_our_own_would_be(path: Path) -> None:
+    words = shlex.split(read(path)["head_start_ray_commands"][-1])
+
+    (config,) = [word for word in words if word.startswith("--system-config=")]
+    assert json.loads(config.partition("=")[2]) == SYSTEM_CONFIG
+
+
+@pytest.mark.parametrize("path", [LOCAL, CLOUD], ids=lambda path: path.name)
+def test_plain_ray_up_starts_every_worker(path: Path) -> None:
+    """`ray up` exports the newer autoscaler before each command; the file's own word comes last."""
+    util = pytest.importorskip("ray.autoscaler._private.util")
+    command = read(path)["head_start_ray_commands"][-1]
+    (sent,) = util.with_envs([command], {"RAY_enable_autoscaler_v2": "1"})
+    script = sent.partition("ray start --head")[0] + "printenv RAY_enable_autoscaler_v2"
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+
+    assert said.stdout == "0\n"
+
+
+def test_nodes_of_the_cloud_file_have_one_python() -> None:
+    kinds = read(CLOUD)["available_node_types"].values()
+
+    assert len({kind["node_config"]["ImageId"] for kind in kinds}) == 1
+
+
+def test_a_node_that_has_what_it_needs_is_not_touched_before_the_set_up(tmp_path: Path) -> None:
+    (command,) = read(CLOUD)["initialization_commands"]
+    for name in ("c++", "rsync", "python3"):
+        write_program(tmp_path / name, "exit 0")
+    write_program(tmp_path / "sudo", f'echo "$@" >> {tmp_path}/asked')
+
+    subprocess.run(["/bin/bash", "-c", command], env={"PATH": str(tmp_path)}, check=True)
+    assert not (tmp_path / "asked").exists()
+
+    (tmp_path / "rsync").unlink()
+    subprocess.run(["/bin/bash", "-c", command], env={"PATH": str(tmp_path)}, check=True)
+    asked = (tmp_path / "asked").read_text(encoding="utf-8").splitlines()
+    assert [line.split()[:3] for line in asked] == [
+        ["apt-get", "-qq", "update"],
+        ["apt-get", "-qq", "install"],
+    ]
+
+
+def write_program(path: Path, line: str) -> None:
+    path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+    path.chmod(0o755)
 
 
 def test_both_files_set_nodes_up_alike() -> None:

@@ -134,6 +134,17 @@ def test_a_warm_one_is_taken_before_one_that_still_loads() -> None:
     assert [bench.spares.take("a").name for _ in range(2)] == ["a1", "a0"]
 
 
+def test_where_spares_may_wait_for_a_gpu_only_a_warm_one_is_taken_and_the_others_let_go() -> None:
+    bench = Bench(per_node=2)
+    bench.spares.tend([A], "spec")
+    bench.started[1].is_warm = False
+
+    assert bench.spares.take("a", loading=False).name == "a0"
+    assert bench.spares.take("a", loading=False) is None
+    assert [actor.was_killed for actor in bench.started] == [False, True]
+    assert bench.spares.handles == []
+
+
 def test_spares_that_died_or_stopped_meanwhile_are_not_given_out() -> None:
     bench = Bench(per_node=3)
     bench.spares.tend([A], "spec")
