@@ -169,6 +169,7 @@ class Saver:
         if one.step + 1 == self._arm.num_steps:
             self.lost = ""
         try:
+            self._store.tidy(self.newest)
             self._store.prune(self._arm.name, self._arm.config.checkpoint.keep)
         except StorageError as error:
             self._on_warning(f"an old checkpoint could not be removed: {error}")

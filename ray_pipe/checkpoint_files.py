@@ -5,6 +5,10 @@
                                               manifest.json         written last: makes it count
                             finished.json.zst                       the arm's numbers, once done
 
+On a store that cannot rename, all but the manifest lie one folder deeper (`attempt-…`), a new one
+in each attempt; the manifest names it. A checkpoint that is written once more is there, old or new,
+at every moment.
+
 A checkpoint without a manifest was never finished, and is none. The manifest has size and sha256 of
 every file and a digest of itself, so that a cut or edited checkpoint is refused by name. No torch:
 the command line reads a manifest's settings before anything heavy is loaded.
@@ -16,12 +20,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_pipe.errors import ConfigError
-from stages.storage import FileNote, Folder, StorageError, refuse_other
+from stages.storage import ATTEMPT, FileNote, Folder, StorageError, refuse_other
 
 if TYPE_CHECKING:
     from stages.state import StageState
@@ -59,11 +63,16 @@ class Manifest:
     """Blocks of each stage."""
 
     files: tuple[FileNote, ...]
+    within: str = ""
+    """The folder of the files inside the checkpoint's; none where it was published by a rename."""
+
     code: Mapping[str, Any] = field(default_factory=dict)
     written: str = ""
 
     def to_json(self) -> bytes:
         body = {"format": FORMAT, **asdict(self)}
+        if not self.within:
+            del body["within"]
         return json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
 
     @classmethod
@@ -103,11 +112,16 @@ class Checkpoint:
         """Steps that were done."""
         return self.manifest.step
 
+    @property
+    def _files(self) -> Folder:
+        within = self.manifest.within
+        return self.folder.child(within) if within else self.folder
+
     def verify(self) -> None:
         """Raise `CheckpointError` unless every file is the one that was written."""
         for note in self.manifest.files:
             try:
-                self.folder.check(note)
+                self._files.check(note)
             except StorageError as error:
                 raise CheckpointError(f"{error}.") from error
 
@@ -117,8 +131,8 @@ class Checkpoint:
         if note is None:
             raise CheckpointError(f"{self.path} has no file {name}.")
         try:
-            raw = self.folder.read(name)
-            refuse_other(self.path, note, len(raw), hashlib.sha256(raw).hexdigest())
+            raw = self._files.read(name)
+            refuse_other(self._files.uri, note, len(raw), hashlib.sha256(raw).hexdigest())
         except StorageError as error:
             raise CheckpointError(f"{error}.") from error
         return raw
@@ -202,11 +216,23 @@ class CheckpointStore:
 
     def commit(self, place: Folder, aside: Folder, manifest: Manifest) -> Checkpoint:
         """Write the manifest and publish what lies aside; from here on it counts."""
-        aside.write(MANIFEST, [manifest.to_json()])
-        place.publish(aside)
-        done = open_checkpoint(place)
-        done.verify()
-        return done
+        if place.is_local:
+            aside.write(MANIFEST, [manifest.to_json()])
+            place.publish(aside)
+            done = open_checkpoint(place)
+            done.verify()
+            return done
+        manifest = replace(manifest, within=aside.name)
+        Checkpoint(folder=place, manifest=manifest).verify()  # while the old one still counts
+        place.replace(MANIFEST, manifest.to_json())
+        return open_checkpoint(place)
+
+    def tidy(self, done: Checkpoint) -> None:
+        """Remove what other attempts at a checkpoint have left on a store; nobody is at one now."""
+        if done.manifest.within:
+            for name in done.folder.children():
+                if name.startswith(ATTEMPT) and name != done.manifest.within:
+                    done.folder.child(name).remove()
 
     def prune(self, arm: str, keep: int) -> list[str]:
         """Remove all but the newest `keep` of an arm; called after a new one was verified."""

@@ -1,16 +1,20 @@
 """`python -m ray_pipe.export CHECKPOINT out.safetensors`: the trained model as plain weights.
 
-The names are those of `nn.Sequential(*blocks).load_state_dict(...)`; nothing of stages, optimizer
-or codecs is left. `CHECKPOINT` is a checkpoint, or a run's folder (then its newest one).
+The file's ending says its format: safetensors, or torch's own for .pt, .pth and .bin. The names are
+those of `nn.Sequential(*blocks).load_state_dict(...)`; nothing of stages, optimizer or codecs is
+left. `CHECKPOINT` is a checkpoint, or a run's folder (then its newest one).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 from typing import TextIO
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -30,8 +34,31 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return whole_model(checkpoint.states())
 
 
+def _in_torchs_format(weights: dict[str, Tensor], notes: dict[str, str]) -> bytes:
+    """As `torch.load` reads it, with `weights_only=True` too; it has no place for notes."""
+    file = io.BytesIO()
+    torch.save(weights, file)
+    return file.getvalue()
+
+
+FORMATS: dict[str, Callable[[dict[str, Tensor], dict[str, str]], bytes]] = {
+    ".safetensors": save,
+    ".pt": _in_torchs_format,
+    ".pth": _in_torchs_format,
+    ".bin": _in_torchs_format,
+}
+"""What a file's ending promises."""
+
+
 def export(path: str, out: str, *, arm: str | None = None) -> Checkpoint:
-    """Write the model of a checkpoint to one safetensors file, local or behind a URI."""
+    """Write the model of a checkpoint to one file, local or behind a URI, in the format that its
+    ending says."""
+    ending = PurePosixPath(out).suffix
+    if ending not in FORMATS:
+        raise CheckpointError(
+            f"{out}: the ending {ending or '(none)'} is of no format that is written here; use "
+            ".safetensors, or .pt, .pth or .bin for torch.load."
+        )
     chosen = _choose(path, arm)
     place, _, name = out.rpartition("/")
     notes = {
@@ -41,7 +68,7 @@ def export(path: str, out: str, *, arm: str | None = None) -> Checkpoint:
         "model": str(chosen.manifest.config.get("model", {}).get("name", "")),
     }
     try:
-        Folder(place or ".").write(name, [save(weights_of(chosen), metadata=notes)])
+        Folder(place or ".").write(name, [FORMATS[ending](weights_of(chosen), notes)])
     except StorageError as error:
         raise CheckpointError(f"{error}.") from error
     return chosen
@@ -70,8 +97,9 @@ def main(argv: Sequence[str] | None = None, *, out: TextIO | None = None) -> int
     """The command; 0 done, 2 refused."""
     parser = argparse.ArgumentParser(
         prog="python -m ray_pipe.export",
-        description="Write the model of a checkpoint as plain safetensors weights, named as in "
-        "nn.Sequential(*blocks).state_dict().",
+        description="Write the model of a checkpoint as plain weights, named as in "
+        "nn.Sequential(*blocks).state_dict(): safetensors, or torch's own format for a file that "
+        "ends in .pt, .pth or .bin.",
     )
     parser.add_argument("checkpoint", help="a checkpoint, or the folder of a run (its newest)")
     parser.add_argument("out", help="the file to write, or its URI, such as model.safetensors")

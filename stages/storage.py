@@ -2,7 +2,8 @@
 
 What `write` returns is on disk: written, flushed to the device, read back and compared. A local
 folder is published by one rename, so that it is there as a whole or not at all. Object stores
-know no rename; there the file that is written last (a manifest) makes the others count.
+know no rename; there each attempt has a folder of its own within, and one small file that is
+written last (a manifest) and replaced as a whole says which of them counts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import errno
 import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ import fsspec
 CHUNK_NBYTES = 8 << 20
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """What a system or file system answers that cannot exchange two names."""
+
+ATTEMPT = "attempt-"
+"""How the folders begin that attempts to write a folder on a store have within it."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -78,8 +83,9 @@ class Folder:
 
     # --- files ------------------------------------------------------------------------------
 
-    def write(self, name: str, chunks: Iterable[Any]) -> FileNote:
-        """Write a file and read it back; raises `StorageError` and leaves none on failure."""
+    def write(self, name: str, chunks: Iterable[Any], *, keep_old: bool = False) -> FileNote:
+        """Write a file and read it back; raises `StorageError` and leaves none on failure, unless
+        it is to `keep_old`, where a store has one until the new one is there as a whole."""
         digest, nbytes = hashlib.sha256(), 0
 
         def counted() -> Iterator[Any]:
@@ -95,7 +101,8 @@ class Folder:
                 self._fs.makedirs(self.path, exist_ok=True)
                 self._put(where, counted())
             except Exception:
-                self.remove_file(name)
+                if not keep_old:
+                    self.remove_file(name)
                 raise
         note = FileNote(name=name, nbytes=nbytes, sha256=digest.hexdigest())
         self.check(note)
@@ -104,7 +111,7 @@ class Folder:
     def replace(self, name: str, data: bytes) -> FileNote:
         """Write a small file in place of an older one: readers see the old or the new."""
         if not self.is_local:
-            return self.write(name, [data])
+            return self.write(name, [data], keep_old=True)
         note = self.write(f"{name}.part", [data])
         with self._explained(f"cannot write {self.uri}/{name}"):
             os.replace(f"{self.path}/{name}.part", f"{self.path}/{name}")
@@ -162,17 +169,19 @@ class Folder:
                 self._fs.rm(self.path, recursive=True)
 
     def aside(self) -> Folder:
-        """Where to write what `publish` makes this folder of; the folder itself on a store."""
-        return Folder(f"{self.uri}.part") if self.is_local else self
+        """Where to write what becomes this folder: beside it, for `publish`, where names can be
+        changed; on a store a new folder within, as nothing there may be touched before its time."""
+        if self.is_local:
+            return Folder(f"{self.uri}.part")
+        return self.child(f"{ATTEMPT}{uuid.uuid4().hex[:12]}")
 
     def publish(self, aside: Folder) -> None:
-        """Make `aside`, which holds the final files, this folder: by one rename where there is one.
+        """Make `aside`, which holds the final files, this folder, by one rename: local ones only.
 
         A folder of this name from before is replaced: at every moment one of the two is there, or
         `recover` brings the old one back.
         """
-        if not self.is_local:
-            return
+        assert self.is_local
         with self._explained(f"cannot publish {self.uri}"):
             _sync_folder(aside.path)
             if not os.path.isdir(self.path):

@@ -36,6 +36,31 @@ def test_the_file_loads_into_the_whole_model(run: SavedRun, tmp_path: Path) -> N
         assert file.metadata()["step"] == "4"
 
 
+@pytest.mark.parametrize("ending", ["pt", "pth", "bin"])
+def test_torchs_own_endings_are_written_in_torchs_own_format(
+    run: SavedRun, tmp_path: Path, ending: str
+) -> None:
+    out = tmp_path / f"model.{ending}"
+    export(str(run.path), str(out))
+
+    weights = torch.load(out, weights_only=True)
+    right = model_state(str(run.path))
+    assert weights.keys() == right.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in right.items())
+
+
+@pytest.mark.parametrize("name", ["model", "model.onnx", "model.safetensors.gz"])
+def test_an_ending_of_no_known_format_is_refused_by_name(
+    run: SavedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main([str(run.path), str(tmp_path / name)]) == 2
+
+    said = capsys.readouterr().err
+    assert name in said
+    assert "use .safetensors, or .pt, .pth or .bin" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_older_checkpoint_can_be_exported(run: SavedRun, tmp_path: Path) -> None:
     older = f"{run.path}/checkpoints/acsgd/checkpoint_000002"
 
@@ -52,7 +77,7 @@ def test_several_arms_need_a_name(tmp_path: Path) -> None:
     errors = []
     for words in ([], ["--arm", "directq"], ["--arm", "fp32"]):
         errors.append(
-            main([str(tmp_path / "demo"), str(tmp_path / "m"), *words], out=io.StringIO())
+            main([str(tmp_path / "demo"), str(tmp_path / "m.pt"), *words], out=io.StringIO())
         )
 
     assert errors == [2, 2, 0]

@@ -64,7 +64,8 @@ def test_a_file_that_is_not_the_one_written_is_named(folder: Folder, name: str) 
         folder.check(note)
 
 
-def test_a_published_folder_replaces_the_old_one_as_a_whole(folder: Folder) -> None:
+def test_a_published_folder_replaces_the_old_one_as_a_whole(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "b")
     for text in (b"old", b"new"):
         aside = folder.aside()
         aside.write("f", [text])
@@ -164,6 +165,32 @@ def test_recovering_a_folder_that_is_there_changes_nothing(tmp_path: Path) -> No
     folder.recover()
 
     assert folder.read("f") == b"this"
+
+
+def test_on_a_store_every_attempt_writes_to_a_folder_of_its_own() -> None:
+    folder = Folder(f"memory://{uuid.uuid4().hex}/b")
+    first, second = folder.aside(), folder.aside()
+    first.write("f", [b"1"])
+    second.write("f", [b"2"])
+
+    assert (first.read("f"), second.read("f"), folder.has("f")) == (b"1", b"2", False)
+    assert folder.children() == sorted([first.name, second.name])
+
+
+def test_a_store_that_refuses_the_new_file_keeps_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Folder(f"memory://{uuid.uuid4().hex}/b")
+    folder.replace("f.json", b"one")
+
+    def refuse(where: str, chunks: Any) -> None:
+        raise OSError(errno.EIO, "the store does not answer")
+
+    monkeypatch.setattr(folder, "_put", refuse)
+    with pytest.raises(StorageError, match="the store does not answer"):
+        folder.replace("f.json", b"two")
+
+    assert folder.read("f.json") == b"one"
 
 
 def test_until_it_is_published_a_local_folder_is_not_there(tmp_path: Path) -> None:
