@@ -7,26 +7,19 @@ the user should know something. Free of torch, so that a bad flag is refused at 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_pipe.codec_names import has_memory
 from ray_pipe.ctr_section import check_ctr
 from ray_pipe.errors import ConfigError
+from ray_pipe.row_memory import remembers
 from ray_pipe.sections import LINK_OPTIONS
 
 if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
-
-WORTHWHILE_HITS = 0.5
-"""Below this share of visits that find their row, a memory cap is warned of."""
-
-ROW_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 
 
 def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
@@ -42,7 +35,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     saves = config.checkpoint
     if saves.every is not None and saves.dir is not None and "://" not in saves.dir:
         check_folder(saves.dir, flag="--checkpoint-dir")
-    if config.codec.spill_dir is not None and _remembers(config):
+    if config.codec.spill_dir is not None and remembers(config):
         check_folder(config.codec.spill_dir, flag="--set codec.spill_dir")
     if config.codec.spill_dir is None and config.codec.spill_ram != type(config.codec)().spill_ram:
         raise ConfigError(
@@ -224,7 +217,7 @@ def check_repeat_visits(config: RunConfig, num_samples: int) -> list[str]:
     """AC-SGD needs samples to come back. The driver calls this once it knows the corpus."""
     num_samples //= config.sync.replicas
     per_pass = -(-num_samples // config.pipeline.samples_per_step)
-    if config.steps is None or config.steps > per_pass or not _remembers(config):
+    if config.steps is None or config.steps > per_pass or not remembers(config):
         return []
     return [
         f"{config.steps} steps of {config.pipeline.samples_per_step} samples are no more than one "
@@ -255,107 +248,8 @@ def check_corpus(config: RunConfig, num_samples: int) -> None:
     )
 
 
-def memory_need(config: RunConfig, num_samples: int, *, row_elements: int | None = None) -> int:
-    """Bytes that all ends of all links remember together: 2 (K-1) N S H bytes, capped."""
-    if not _remembers(config):
-        return 0
-    per_end = num_samples * _row_nbytes(config, row_elements)
-    if config.codec.memory_cap is not None:
-        per_end = min(per_end, config.codec.memory_cap)
-    return 2 * (config.pipeline.stages - 1) * per_end
-
-
-def _row_nbytes(config: RunConfig, row_elements: int | None) -> int:
-    """Of one sample at one end of one link."""
-    size = config.model.size
-    elements = size.context * size.width if row_elements is None else row_elements
-    bits = ROW_BITS[config.codec.rows]
-    row = -(-elements * bits // 8)
-    if bits < 16:
-        row += 2 * size.width  # a bf16 scale for each sample and channel
-    return row
-
-
-def expected_hits(share: float) -> float:
-    """Share of visits that find their row where memory holds this share of all rows.
-
-    A visit is found if fewer samples than memory holds came since the sample's last one. With a
-    new shuffle in each epoch, u and v the places of the two visits in theirs, these are 1 - u(1-v)
-    of all, and P(u(1-v) > a) = 1 - a + a ln a with a = 1 - share.
-    """
-    lost = 1.0 - share
-    if lost <= 0.0:
-        return 1.0
-    return 0.0 if share <= 0.0 else max(0.0, share + lost * math.log(lost))
-
-
-def check_memory_cap(
-    config: RunConfig, num_samples: int, *, row_elements: int | None = None
-) -> list[str]:
-    """Rows that are pushed out before their sample comes again gain nothing."""
-    from netsim.units import show_size
-
-    cap = config.codec.memory_cap
-    if cap is None or not _remembers(config):
-        return []
-    row = _row_nbytes(config, row_elements)
-    fits = cap // row
-    hits = expected_hits(fits / num_samples)
-    if hits >= WORTHWHILE_HITS:
-        return []
-    step = config.pipeline.samples_per_step
-    less = "not even those of one step" if fits < min(step, num_samples) else "the last ones"
-    return [
-        f"codec.memory_cap={show_size(cap)} holds {fits} of {num_samples} samples "
-        f"({show_size(row, digits=3)} each, one step has {step}): {less}, so that about "
-        f"{100 * hits:.0f} % of the visits find their row and all others are sent as first visits "
-        f"of {config.codec.first_visit_bits} bits; "
-        f"{show_size(num_samples * row, digits=3)} hold all, or keep them on disk with "
-        "codec.spill_dir."
-    ]
-
-
-def check_memory(
-    config: RunConfig,
-    num_samples: int,
-    available_bytes: int,
-    *,
-    row_elements: int | None = None,
-) -> None:
-    """What AC-SGD remembers fits into memory, or onto the disk where it is spilled.
-
-    `row_elements` is for a user's own model: values per sample at a cut.
-    """
-    from netsim.units import show_size
-
-    need = memory_need(config, num_samples, row_elements=row_elements)
-    ends = 2 * (config.pipeline.stages - 1)
-    spill = config.codec.spill_dir
-    place = "of memory are available"
-    if spill is not None and need:
-        there = Path(spill).absolute()
-        while not there.exists():
-            there = there.parent
-        available_bytes = shutil.disk_usage(there).free
-        place = f"are free in {spill}"
-    if need <= available_bytes:
-        return
-    cap = available_bytes // 2 // ends  # leaves half for everything else
-    ways = [f"--set codec.memory_cap={cap // 10**6}MB"] if cap >= 10**6 else []
-    if config.codec.rows in ("fp32", "bf16"):
-        ways.append("--set codec.rows=int8")
-    if spill is None:
-        ways.append("--set codec.spill_dir=FOLDER")
-    raise ConfigError(
-        f"acsgd remembers {num_samples} samples at {ends} ends of links and needs "
-        f"{show_size(need, digits=3)}, but only {show_size(available_bytes, digits=3)} {place}; "
-        "lower it with "
-        f"{', '.join(ways)}{', or' if ways else ''} --codec directq, which remembers nothing."
-    )
-
-
 def _single_pass(config: RunConfig) -> list[str]:
-    if config.epochs != 1 or not _remembers(config):
+    if config.epochs != 1 or not remembers(config):
         return []
     text = (
         "epochs is 1, so acsgd meets no sample twice and gains nothing; "
@@ -364,7 +258,3 @@ def _single_pass(config: RunConfig) -> list[str]:
     if not config.compare or config.compare == (config.codec.name,):
         raise ConfigError(text)
     return [text]
-
-
-def _remembers(config: RunConfig) -> bool:
-    return any(has_memory(arm.name) for arm in config.arms) and config.pipeline.stages > 1

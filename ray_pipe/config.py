@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ray_pipe import checks, settings_file
-from ray_pipe.checks import check_corpus, check_memory, check_memory_cap, check_repeat_visits
+from ray_pipe.checks import check_corpus, check_repeat_visits
 from ray_pipe.codec_names import canonical_codec
 from ray_pipe.ctr_section import CTR_DEFAULTS, EmbeddingConfig, check_task
 from ray_pipe.errors import ConfigError
 from ray_pipe.options import check_section, option, plain
+from ray_pipe.row_memory import check_memory, check_memory_cap
 from ray_pipe.sections import (
     LINK_OPTIONS,
     CheckpointConfig,

@@ -24,7 +24,6 @@ from ray_pipe.config import (
     check_memory_cap,
     check_repeat_visits,
 )
-from ray_pipe.machine import available_bytes
 from ray_pipe.metrics import ArmMeter, MetricsFile
 from ray_pipe.monitoring.monitor import watch
 from ray_pipe.pipeline import Pipeline
@@ -37,6 +36,7 @@ from ray_pipe.refs_pipeline import TRANSPORTS
 from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replicas import ReplicaPipeline
 from ray_pipe.results import results_of, write_all
+from ray_pipe.row_memory import rooms_of
 from ray_pipe.trained import Trained
 from ray_pipe.workload import Workload, gpt_workload
 
@@ -177,13 +177,13 @@ def prepare(
         observer.on_warning(text)
     simple = pipeline.transport == "push" and not isinstance(pipeline, ReplicaPipeline)
     costs, sample_shape = measure_costs(pipeline) if arm.fleet is None else ([], ())
-    row_elements = math.prod(sample_shape) if sample_shape else None
-    check_memory(
-        arm.config,
-        arm.workload.num_train,
-        available_bytes(),
-        row_elements=row_elements,
+    row_elements = math.prod(sample_shape) if sample_shape else arm.row_elements
+    rooms = rooms_of(
+        pipeline.infos,
+        num_stages=arm.config.pipeline.stages,
+        addresses={node.id: node.ip for node in nodes()},
     )
+    check_memory(arm.config, arm.workload.num_train, rooms, row_elements=row_elements)
     if arm.codec.has_memory:
         for text in check_memory_cap(arm.config, arm.workload.num_train, row_elements=row_elements):
             observer.on_warning(text)

@@ -1,4 +1,4 @@
-"""The machine that the driver runs on: what it is, and how much memory it still has."""
+"""The machine that the driver runs on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 from typing import Any
 
 from compressors import kernels
-from ray_pipe.doctor_probe import free_memory_nbytes
 
 
 def environment() -> dict[str, Any]:
@@ -23,8 +22,3 @@ def environment() -> dict[str, Any]:
         "core": kernels.core(),
         "machine": platform.machine(),
     }
-
-
-def available_bytes() -> int:
-    """Memory that can still be had on this machine, within the limits of its container."""
-    return free_memory_nbytes() or 1 << 62  # where nothing says so, there is no limit

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from compressors.registry import CodecSpec
 from netsim.topology import Topology
-from ray_pipe.checks import memory_need
 from ray_pipe.config import CodecConfig, RunConfig
 from ray_pipe.data import Order
 from ray_pipe.replica_plans import fleet_spec, run_topology
+from ray_pipe.row_memory import memory_need
 from ray_pipe.workload import Workload
 from stages.mishap import LinkFault, Mishap
 from stages.optim import OptimSpec, lr_at
@@ -43,6 +43,11 @@ class Arm:
     @property
     def name(self) -> str:
         return self.codec.name
+
+    @property
+    def row_elements(self) -> int | None:
+        """Values of a sample at the widest cut of a user's own model; None: as the settings say."""
+        return self.workload.row_elements(self.config.pipeline.stages)
 
     def plan(self, step: int, replica: int = 0) -> StepPlan:
         """What every stage of a replica is told about a step."""
@@ -96,7 +101,10 @@ class Arm:
         builders = self.workload.stage_builders(config.pipeline.stages)
         first = replica * len(builders)
         keeps_box = bool(run) and config.faults.max_failures != 0 and self.fleet is None
-        rows_nbytes = memory_need(config, self.workload.num_train) if codec.has_memory else 0
+        rows_nbytes = 0
+        if codec.has_memory:
+            num_samples = self.workload.num_train
+            rows_nbytes = memory_need(config, num_samples, row_elements=self.row_elements)
         return [
             StageSpec(
                 index=index,

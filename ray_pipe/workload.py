@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ray_pipe.config import RunConfig
 from ray_pipe.data import Samples, TextSamples, read_text
@@ -47,6 +48,9 @@ class Workload:
     num_held_out: int = 0
     """The last samples, kept out of training for `--eval`."""
 
+    outputs: tuple[int, ...] = ()
+    """Values of one sample after each block of a user's own model, if that could be told."""
+
     @property
     def num_train(self) -> int:
         return len(self.samples) - self.num_held_out
@@ -58,6 +62,11 @@ class Workload:
     def cuts(self, num_stages: int) -> list[range]:
         """The blocks of each stage."""
         return partition(self.costs, num_stages)
+
+    def row_elements(self, num_stages: int) -> int | None:
+        """Values of a sample at the widest cut; None where `outputs` does not tell."""
+        ends = [cut.stop - 1 for cut in self.cuts(num_stages)[:-1]]
+        return max((self.outputs[end] for end in ends), default=None) if self.outputs else None
 
     def check_ties(self, num_stages: int) -> None:
         """Refuse a cut between blocks that share a parameter: each stage would train its own."""
@@ -159,7 +168,27 @@ def blocks_workload(
         fresh_masks=tuple(fresh_masks(made)),
         tied=tied_names(made),
         num_held_out=held_out,
+        outputs=output_sizes(made, samples),
     )
+
+
+def output_sizes(blocks: Sequence[nn.Module], samples: Samples) -> tuple[int, ...]:
+    """Values of one sample after each block, without computing any: on torch's meta device.
+
+    Empty where a block needs more than shapes, or where there is no sample.
+    """
+    sizes = []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            value: Tensor = samples.batch((0,)).inputs.to("meta")
+            for block in blocks:
+                held = [*block.named_parameters(), *block.named_buffers()]
+                meta = {name: tensor.to("meta") for name, tensor in held}
+                value = torch.func.functional_call(block, meta, (value,), tie_weights=False)
+                sizes.append(math.prod(value.shape[1:]))
+    except Exception:  # whatever a user's code says to a tensor without values
+        return ()
+    return tuple(sizes)
 
 
 def tied_names(blocks: Sequence[nn.Module]) -> tuple[tuple[str, ...], ...]:

@@ -71,6 +71,7 @@ class BlackBox:
         if that is to lie elsewhere. Raises `BoxError` if another process holds it."""
         self.folder = folder
         self._folders = [folder] if rows is None else [folder, rows]
+        self.log_folder = self._folders[-1]
         self._locks: list[int] = []
         for one in self._folders:
             self._hold(one)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from stages.black_box import BlackBox, BoxError
+from stages.room import above
 
 AUTO, OFF = "auto", "off"
 SHARED_MEMORY = Path("/dev/shm")
@@ -49,7 +50,7 @@ def open_box(
     if setting == AUTO and spill is not None:
         beside = candidates(spill)[0] / run / f"stage-{stage}"
         is_good = (
-            _has_room(_above(Path(spill)), (1 + ROWS_IN_LOG) * rows_nbytes)
+            _has_room(above(Path(spill)), (1 + ROWS_IN_LOG) * rows_nbytes)
             if folder is None
             else beside.is_dir()
         )
@@ -105,11 +106,6 @@ def _roomy(places: list[Path], need_nbytes: int) -> Path:
 
 def _has_room(folder: Path, need_nbytes: int) -> bool:
     return shutil.disk_usage(folder).free > MIN_FREE_NBYTES + need_nbytes
-
-
-def _above(folder: Path) -> Path:
-    """The folder, or what it will be made in."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _is_stale(run: Path, now: float) -> bool:

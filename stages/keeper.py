@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressors.buffers import Change, rows_state
@@ -45,6 +46,11 @@ class Keeper:
             store = row_store(end.codec)
             if store is not None:
                 store.journal = []
+
+    @property
+    def log_folder(self) -> Path:
+        """Where the rows are kept a second time."""
+        return self._box.log_folder
 
     @property
     def is_off(self) -> bool:

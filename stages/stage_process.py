@@ -34,6 +34,7 @@ from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane, Unrecorded
 from stages.mishap import Mishaps, faulty_links
 from stages.optim import make_optimizer
+from stages.room import room_for
 from stages.spec import StageSpec
 from stages.stage import Stage
 from stages.state import StageState, block_digests
@@ -143,6 +144,10 @@ class StageProcess:
             "blocks": block_digests(compute.module, spec.first_block),
             "num_parameters": sum(p.numel() for p in compute.parameters),
             "box_trouble": trouble,
+            "room": room_for(
+                spill=spec.activation_codec.spill_dir,
+                log=None if (keeper := self._stage.keeper) is None else keeper.log_folder,
+            ),
         }
 
     def _open_box(self, compute: Compute) -> str:

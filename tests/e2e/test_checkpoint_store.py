@@ -21,7 +21,7 @@ TINY = [
     *("--codec", "acsgd", "--steps", "6", "--stages", "2", "--bandwidth", "unlimited"),
     *("--model", "gpt-nano", "--micro-batches", "2", "--micro-batch-size", "2"),
     *("--set", "data.num_samples=8", "--set", "model.layers=2", "--set", "model.width=32"),
-    *("--checkpoint-every", "2", "--quiet"),
+    *("--checkpoint-every", "2"),
 ]
 SHELF = '''
 from fsspec.implementations.local import LocalFileSystem

@@ -9,7 +9,6 @@ import json
 import math
 import pickle
 import subprocess
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_pipe
-from ray_pipe.checks import check_folder, expected_hits, memory_need
+from ray_pipe.checks import check_folder
 from ray_pipe.codec_names import ALIASES, BACKWARD, SUFFIXES, canonical_codec, has_memory
 from ray_pipe.config import (
     CheckpointConfig,
@@ -35,11 +34,8 @@ from ray_pipe.config import (
     RunConfig,
     SyncConfig,
     check_corpus,
-    check_memory,
-    check_memory_cap,
     check_repeat_visits,
 )
-from ray_pipe.data import Order
 from ray_pipe.errors import StageDied
 from ray_pipe.options import option_docs
 from ray_pipe.plans import codec_spec
@@ -491,71 +487,6 @@ def test_grids_known_to_hurt_are_warned_of() -> None:
     assert "codec.bw_bits is 3" in diverges.validate()[0]
 
 
-def test_rows_need_what_the_formula_says() -> None:
-    config = RunConfig()  # gpt-tiny: 128 tokens of 128 channels, 4 stages, bf16
-
-    assert memory_need(config, 1000) == 2 * 3 * 1000 * 128 * 128 * 2
-    assert memory_need(config.with_overrides(["codec.rows=fp32"]), 1000) == 393_216_000
-    assert memory_need(config.with_overrides(["codec.rows=int8"]), 1000) == 6000 * (16384 + 256)
-    assert memory_need(config.with_overrides(["codec.memory_cap=1MB"]), 1000) == 6_000_000
-    assert memory_need(config.with_overrides(["codec=directq"]), 1000) == 0
-    assert memory_need(config.with_overrides(["pipeline.stages=1"]), 1000) == 0
-    assert memory_need(config, 1000, row_elements=10) == 120_000
-
-
-def test_too_little_memory_is_refused_with_the_need_and_the_flags_that_lower_it() -> None:
-    config = RunConfig()
-
-    with pytest.raises(ConfigError) as caught:
-        check_memory(config, 1_000_000, 8_000_000_000)
-
-    assert str(caught.value) == (
-        "acsgd remembers 1000000 samples at 6 ends of links and needs 197GB, but only 8GB of "
-        "memory are available; lower it with --set codec.memory_cap=666MB, --set codec.rows=int8, "
-        "--set codec.spill_dir=FOLDER, or --codec directq, which remembers nothing."
-    )
-    check_memory(config, 1_000_000, memory_need(config, 1_000_000))
-    check_memory(config.with_overrides(["codec=directq"]), 1_000_000, 0)
-
-
-def test_the_memory_cap_that_the_message_names_is_enough() -> None:
-    config = RunConfig().with_overrides(["codec.memory_cap=666MB"])
-
-    check_memory(config, 1_000_000, 8_000_000_000)
-
-
-def test_a_memory_cap_that_holds_too_little_is_warned_of_with_numbers() -> None:
-    def warnings(cap: str, **more: Any) -> list[str]:
-        return check_memory_cap(RunConfig(**more).with_overrides([f"codec.memory_cap={cap}"]), 640)
-
-    assert warnings("1MB") == [
-        "codec.memory_cap=1MB holds 30 of 640 samples (32.8kB each, one step has 64): not even "
-        "those of one step, so that about 0 % of the visits find their row and all others are sent "
-        "as first visits of 8 bits; 21MB hold all, or keep them on disk with codec.spill_dir."
-    ]
-    assert "holds 320 of 640 samples" in warnings("10500kB")[0]
-    assert "the last ones, so that about 15 % of the visits" in warnings("10500kB")[0]
-    assert warnings("20MB") == []
-    assert warnings("1MB", compare=("fp32", "directq")) == []
-    assert check_memory_cap(RunConfig(), 640) == []
-
-
-@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95, 1.0])
-def test_expected_hits_are_those_of_least_recently_used_rows_under_shuffles(share: float) -> None:
-    order = Order(num_samples=400, micro_batches=1, micro_batch_size=1, seed=0)
-    held: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for step in range(12 * 400):
-        ((sample,),) = order.at(step)
-        hits += step >= 400 and sample in held
-        held.pop(sample, None)
-        held[sample] = None
-        if len(held) > share * 400:
-            held.popitem(last=False)
-
-    assert hits / (11 * 400) == pytest.approx(expected_hits(share), abs=0.02)
-
-
 def test_spill_ram_is_settable_and_useless_without_a_folder(tmp_path: Path) -> None:
     config = RunConfig().with_overrides(["codec.spill_ram=64MiB", f"codec.spill_dir={tmp_path}"])
 
@@ -568,14 +499,6 @@ def test_spill_ram_is_settable_and_useless_without_a_folder(tmp_path: Path) -> N
         RunConfig().with_overrides(["codec.spill_ram=64MiB"]).validate()
     with pytest.raises(ConfigError, match=r"codec\.spill_ram"):
         RunConfig().with_overrides(["codec.spill_ram=lots"])
-
-
-def test_spilled_rows_need_disk_instead_of_memory(tmp_path: Path) -> None:
-    config = RunConfig().with_overrides([f"codec.spill_dir={tmp_path / 'new'}"])
-
-    check_memory(config, 100, 0)
-    with pytest.raises(ConfigError, match=f"are free in {tmp_path}"):
-        check_memory(config, 10**12, 10**18)
 
 
 def test_a_corpus_below_one_batch_is_refused_with_both_numbers() -> None:
