@@ -145,7 +145,7 @@ def main(
     except KeyboardInterrupt:
         err.write("stopped\n")
         return STOPPED
-    except RayPipeError as error:
+    except (RayPipeError, OSError) as error:  # a disk that takes no topology file, too
         if "--debug" in words:
             err.write("".join(traceback.format_exception(error)))
         err.write(f"error: {' '.join(str(error).split())}\n")

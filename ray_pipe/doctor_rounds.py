@@ -75,6 +75,9 @@ def examine(
                 ray.kill(probe)
     except ClusterError as error:
         return Checkup(address=address, here=here, disks=disks, error=str(error))
+    except RayError as error:
+        why = f"the cluster was lost while it was looked at: {_first_line(error)}; look once more"
+        return Checkup(address=address, here=here, disks=disks, error=why)
     return Checkup(
         address=address,
         here=here,
@@ -90,7 +93,8 @@ def _look_at_nodes(
 ) -> tuple[list[NodeReport], dict[int, Any]]:
     """Nodes in the order in which stages are placed on them, so that numbers mean the same."""
     by_id = {info["NodeID"]: info for info in _listed()}
-    infos = [by_id[node.id] for node in sorted(nodes(), key=by_address)]
+    known = [node for node in nodes() if node.id in by_id]  # one may have come just now
+    infos = [by_id[node.id] for node in sorted(known, key=by_address)]
     watcher.on_phase(f"looking at {len(infos)} node{'s' if len(infos) > 1 else ''}")
     # By value: the nodes need not have our source, and if they have other source it is not used.
     pickler: Any = cloudpickle  # untyped in ray
@@ -106,8 +110,9 @@ def _look_at_nodes(
         report = _basics(index, info)
         try:
             found = ray.get(calls[index], timeout=max(1.0, end - time.monotonic()))
+            clock = _clock(probes[index])  # a node may die in between, too
         except GetTimeoutError:
-            why = f"no worker process started on it within {START_TIMEOUT_S:.0f} s"
+            why = f"no worker process on it answered within {START_TIMEOUT_S:.0f} s"
             reports.append(replace(report, error=why))
             ray.kill(probes.pop(index))
             continue
@@ -118,7 +123,7 @@ def _look_at_nodes(
         found["software"] = Software(**found["software"])
         found["disks"] = tuple(Disk(**disk) for disk in found["disks"])
         found["gpus"] = tuple(found["gpus"])
-        reports.append(replace(report, **found, **_clock(probes[index])))
+        reports.append(replace(report, **found, **clock))
     return reports, probes
 
 

@@ -155,3 +155,13 @@ def test_ctrl_c_is_quiet() -> None:
 
     assert main([], examine=examine, stdout=out, stderr=err) == 130
     assert err.getvalue() == "stopped\n"
+
+
+def test_a_disk_that_takes_no_topology_file_is_told_without_a_traceback(tmp_path: Path) -> None:
+    def examine(*args: Any, **options: Any) -> Checkup:
+        raise OSError(28, "No space left on device")
+
+    out, err = io.StringIO(), io.StringIO()
+
+    assert main([], examine=examine, stdout=out, stderr=err) == 1
+    assert err.getvalue().splitlines()[-1] == "error: [Errno 28] No space left on device"
