@@ -4,8 +4,10 @@ Path: stages.compute -> stages.ends -> compressors.base
 
 An edge joins two neighbouring stages in one direction. Its sending end encodes in the transmit
 lane, in the order of `send` calls, and hands frames to the link. Each frame carries a number: the
-receiving end (`stages.receiving`) knows by it what was lost, and asks; what was sent is kept until
-the step commits, and goes out again cold.
+receiving end (`stages.receiving`) decodes in that order, knows by it what was lost, and asks. What
+was sent is kept until the step commits. It goes out again as it was, number and all, so that a
+fault of the wire changes no bit; only a receiver that has lost its row gets it cold, as a new
+frame with a new number.
 
 Lanes only run codecs. All other state of an end belongs to the event loop.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -39,6 +41,8 @@ class WireFormat:
 
 FRAMES = WireFormat()
 LETTER = {"activation": "F", "gradient": "B"}
+LOST, DAMAGED, COLD = "lost", "damaged", "cold"
+"""Why a frame is asked for again: it did not come, it came damaged, or its row is not there."""
 
 
 class StageTimeout(RuntimeError):
@@ -71,12 +75,13 @@ def part_of(turn: Turn) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Sent:
-    """A tensor kept until its step commits, in case it must be sent again."""
+    """What one frame brought, kept until its step commits, in case it must be sent again."""
 
     turn: Turn
     micro_batch: int
     tensor: Tensor
     keys: SampleKeys
+    seq: int = -1
     is_raw: bool = False
     """Whether the codec of the edge was passed by."""
     packet: Packet | None = None
@@ -102,7 +107,7 @@ class SendingEnd:
         self.codec = codec
         self._link = link
         self._lane = lane
-        self._attempt = 0
+        self._turn: Turn | None = None
         self._next_seq = 0
         self._sent: dict[int, Sent] = {}
         self.num_resent = 0
@@ -116,27 +121,37 @@ class SendingEnd:
         """Encode in the transmit lane, then hand the frame to the link."""
         await self._transmit(Sent(turn, micro_batch, tensor, keys), self.encode)
 
-    async def resend(self, turn: Turn, *, seq: int | None = None, micro_batch: int = -1) -> bool:
-        """Send a frame, or what a micro-batch has sent last, again and cold.
+    async def resend(
+        self, turn: Turn, *, seq: int | None = None, micro_batch: int = -1, cold: bool = False
+    ) -> bool:
+        """Send a frame, or the latest of a micro-batch, again: as it was, or `cold` and new.
 
         False if there is no such thing: not sent yet, still waiting for the uplink, committed
         long since, or of an attempt that was aborted.
         """
         now = asyncio.get_running_loop().time()
-        for number, item in reversed(self._sent.items()):
+        for item in reversed(self._sent.values()):
+            if item.turn != turn:
+                continue
             if seq is None:
-                found = (item.turn, item.micro_batch) == (turn, micro_batch)
+                found = item.micro_batch == micro_batch
                 if found and item.leaves_at > now:
                     return False
             else:
-                found = (item.turn.attempt, number) == (turn.attempt, seq)
+                found = item.seq == seq
             if found:
                 self.num_resent += 1
+                # Nothing but rows can be colder: what has none goes as it was.
+                cold = cold and item.packet is not None and item.packet.rows is not None
                 self.events.append(
                     f"edge {self.edge.name}: {self.edge.kind} of micro-batch {item.micro_batch}, "
-                    f"{item.turn}, was sent again"
+                    f"{item.turn}, was sent again{', cold' if cold else ''}"
                 )
-                await self._transmit(item, self._encode_again)
+                if cold:
+                    # A frame of its own: what was sent under the old number stays what it was.
+                    await self._transmit(replace(item), self._encode_cold)
+                else:
+                    await self._transmit(item, self._repeat)
                 return True
         return False
 
@@ -170,19 +185,24 @@ class SendingEnd:
         item.is_raw = True
         return Identity().encode(item.tensor, keys=item.keys)
 
-    def _encode_again(self, item: Sent) -> tuple[int, Any]:
-        """A packet without rows goes as it was, one with rows cold: its rows may be lost."""
-        assert item.packet is not None
-        if item.packet.rows is None:
-            return self._frame(item, item.packet)
+    def _encode_cold(self, item: Sent) -> tuple[int, Any]:
+        """For a receiver that cannot apply the change: the value itself, in a new generation."""
         resends = cast(ResendsCold, self.codec)
         return self._frame(item, resends.resend_cold(item.tensor, keys=item.keys))
 
+    def _repeat(self, item: Sent) -> tuple[int, Any]:
+        """The same frame. The receiver has not applied it, or knows its number and drops it."""
+        assert item.packet is not None
+        return item.seq, self._pack(item, item.packet)
+
     def _frame(self, item: Sent, packet: Packet) -> tuple[int, Any]:
-        if item.turn.attempt != self._attempt:
-            self._attempt, self._next_seq = item.turn.attempt, 0
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        if item.turn != self._turn:
+            self._turn, self._next_seq = item.turn, 0
+        item.seq, self._next_seq = self._next_seq, self._next_seq + 1
         item.packet = packet
+        return item.seq, self._pack(item, packet)
+
+    def _pack(self, item: Sent, packet: Packet) -> Any:
         lengths = item.keys.lengths
         header = FrameHeader(
             kind=self.edge.kind,
@@ -192,8 +212,8 @@ class SendingEnd:
             step=item.turn.step,
             micro_batch=item.micro_batch,
             flags=RAW if item.is_raw else 0,
-            seq=seq,
+            seq=item.seq,
             attempt=item.turn.attempt,
             body=part_of(item.turn) | ({} if lengths is None else {"n": list(lengths)}),
         )
-        return seq, self._wire.pack(header, packet)
+        return self._wire.pack(header, packet)

@@ -2,12 +2,12 @@
 
 Path: netsim.link -> stages.receiving -> stages.loss
 
-Frames are unpacked and decoded in the receive lane in the order of sending, as soon as they
-arrive, and matched by id, never by arrival. What goes wrong on the way (a frame lost, damaged,
-repeated, or a delta whose row is missing) is answered by a NACK, and the sender resends that
-micro-batch cold. What a sender encodes in a step changes its rows, so even a frame that nobody
-needs any more is decoded; only frames of an aborted attempt, which the sender has forgotten too,
-are dropped.
+Frames are unpacked as soon as they arrive and decoded in the receive lane in the order of sending,
+which their numbers tell: what comes behind a gap is held until the gap is closed, so both ends
+change their rows in one order whatever the wire does. A frame that was lost or damaged is asked
+for and comes again as it was; one whose number was seen is dropped. Only a delta whose row is not
+here is asked for cold. Tensors are matched by id, never by arrival. Numbers begin anew with each
+turn, and what is late for its turn is of no use: the step was complete without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from torch import Tensor
 from compressors.base import Compressor, DuplicatePacket, NeedCold, Packet
 from compressors.frame import RAW, FrameError, FrameHeader
 from compressors.identity import Identity
-from stages.ends import FRAMES, LETTER, Edge, StageTimeout, WireFormat, turn_of
+from stages.ends import (
+    COLD,
+    DAMAGED,
+    FRAMES,
+    LETTER,
+    LOST,
+    Edge,
+    StageTimeout,
+    WireFormat,
+    turn_of,
+)
 from stages.lanes import Lane
 from stages.plan import Turn
 
@@ -53,6 +63,7 @@ ASK_AT = (1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 other: several losses in a row must heal within one deadline."""
 
 EARLY = "early"
+AHEAD = "ahead"
 STALE = "stale"
 DUPLICATE = "arrived twice"
 Received = tuple[Tensor, tuple[int, ...] | None]
@@ -83,8 +94,19 @@ class ReceivingEnd:
         self._ready: dict[int, asyncio.Future[Received]] = {}
         self._taken: set[int] = set()
         self._broken: Exception | None = None
+        self._due = 0
+        """The number of the frame to decode next."""
+
         self._next_seq = 0
+        """One more than the highest number seen."""
+
+        self._held: dict[int, Opened] = {}
+        """Frames behind a gap, by number."""
+
         self._asked: set[int] = set()
+        self._refused: set[int] = set()
+        """Micro-batches that came but could not be applied."""
+
         self.events: list[str] = []
         self.num_nacks = 0
 
@@ -114,7 +136,7 @@ class ReceivingEnd:
             if future.done():
                 break
             waited_s = share * deadline_s
-            self._complain(turn, {"op": "want", "mb": micro_batch})
+            self._ask_again(turn, micro_batch)
         await asyncio.wait([future], timeout=deadline_s - waited_s)
         if not future.done():
             raise StageTimeout(
@@ -134,7 +156,6 @@ class ReceivingEnd:
     def refuse_before(self, attempt: int) -> None:
         """Drop everything of earlier attempts, here and still on its way."""
         self._min_attempt = max(self._min_attempt, attempt)
-        self._restart_count()
         self._clear()
 
     def decode(self, frame: Any) -> Received:
@@ -153,12 +174,12 @@ class ReceivingEnd:
             try:
                 arrival = await self._lane.run(
                     "decode", LETTER[self.edge.kind], -1,
-                    self._accept, frame, self._turn, self._min_attempt,
+                    self._accept, frame, self._turn, self._min_attempt, self._due,
                 )  # fmt: skip
             except FrameError as error:
                 # Links keep order, so this was most likely the next one.
                 self._note(f"a damaged frame was dropped: {error}")
-                self._nack(self._next_seq)
+                self._nack(self._next_seq, DAMAGED)
             except Exception as error:
                 self._fail(error)
             else:
@@ -170,21 +191,24 @@ class ReceivingEnd:
             self._turn, Turn(self._min_attempt, -1, -1)
         ) < turn_of(frame.header)
 
-    def _accept(self, frame: Any, turn: Turn, min_attempt: int) -> Arrival:
+    def _accept(self, frame: Any, turn: Turn, min_attempt: int, due: int) -> Arrival:
         """In the receive lane: decode what is due."""
         if not isinstance(frame, Opened):
             frame = Opened(*self._wire.unpack(frame))
         if frame.packet is None:
             raise FrameError(f"a frame of kind {frame.header.kind} without a tensor")
+        its_turn = turn_of(frame.header)
         if frame.header.attempt < min_attempt:
             return Arrival(frame, trouble=STALE)
-        if turn_of(frame.header) > turn:
-            return Arrival(frame, trouble=EARLY)
+        if its_turn != turn:
+            return Arrival(frame, trouble=EARLY if its_turn > turn else DUPLICATE)
+        if frame.header.seq != due:
+            return Arrival(frame, trouble=AHEAD if frame.header.seq > due else DUPLICATE)
         try:
             return Arrival(frame, self._decode(frame.header, frame.packet))
-        except DuplicatePacket:
-            return Arrival(frame, trouble=DUPLICATE)
-        except NeedCold as error:
+        except (DuplicatePacket, NeedCold) as error:
+            # Its number is new, so its samples were not seen: an old visit here means that the
+            # sender has lost its rows, as a missing one means that this end has.
             return Arrival(frame, trouble=str(error))
 
     def _decode(self, header: FrameHeader, packet: Packet) -> Tensor:
@@ -194,52 +218,69 @@ class ReceivingEnd:
 
     def _settle(self, arrival: Arrival) -> None:
         header, turn = arrival.frame.header, turn_of(arrival.frame.header)
-        what = self._what(turn, header.micro_batch)
+        micro_batch, what = header.micro_batch, self._what(turn, header.micro_batch)
         if header.attempt < self._min_attempt:
             self._note(f"{what}: left over from an aborted attempt, dropped")
             return
         if arrival.trouble == EARLY:
             self._inbox.appendleft(arrival.frame)
             return
-        self._check_count(header.seq)
-        if arrival.trouble == DUPLICATE:
+        if arrival.trouble == DUPLICATE or turn != self._turn:
             self._note(f"{what}: {DUPLICATE}")
-        elif arrival.tensor is None:
+            return
+        self._check_count(header.seq)
+        if arrival.trouble == AHEAD:
+            self._held[header.seq] = arrival.frame
+            return
+        self._due = header.seq + 1
+        if self._due in self._held:
+            self._inbox.appendleft(self._held.pop(self._due))
+        if arrival.tensor is None:
             self._note(f"{what}: {arrival.trouble}")
-            self._nack(header.seq)
-        elif self._has(turn, header.micro_batch):
+            # Once: if the answer cannot be applied either, `take` asks, at its own pace.
+            if micro_batch not in self._refused:
+                self._refused.add(micro_batch)
+                self._nack(header.seq, COLD)
+            return
+        self._refused.discard(micro_batch)
+        if self._has(micro_batch):
             self._note(f"{what}: {DUPLICATE}")
         else:
-            result = (arrival.tensor, _lengths(header))
-            self._future(header.micro_batch).set_result(result)
+            self._future(micro_batch).set_result((arrival.tensor, _lengths(header)))
 
-    def _has(self, turn: Turn, micro_batch: int) -> bool:
-        if turn != self._turn or micro_batch in self._taken:
-            return True
-        return self._future(micro_batch).done()
+    def _has(self, micro_batch: int) -> bool:
+        return micro_batch in self._taken or self._future(micro_batch).done()
 
     def _check_count(self, seq: int) -> None:
         for missing in range(self._next_seq, seq):
             self._note(f"frame {missing} was lost on the way")
-            self._nack(missing)
+            self._nack(missing, LOST)
         self._next_seq = max(self._next_seq, seq + 1)
+
+    def _ask_again(self, turn: Turn, micro_batch: int) -> None:
+        """For what is waited for, and for all that it may be held up by: answers get lost too."""
+        why = COLD if micro_batch in self._refused else LOST
+        self._complain(turn, {"op": "want", "mb": micro_batch, "why": why})
+        for seq in range(self._due, self._next_seq):
+            if seq not in self._held:
+                self._complain(turn, {"op": "nack", "seq": seq, "why": LOST})
 
     def _clear(self) -> None:
         self._ready.clear()
         self._taken.clear()
+        self._refused.clear()
+        self._held.clear()
+        self._asked.clear()
+        self._due = self._next_seq = 0
         self._broken = None
         self._wake.set()
 
-    def _restart_count(self) -> None:
-        self._next_seq = 0
-        self._asked.clear()
-
-    def _nack(self, seq: int) -> None:
-        """Once for each frame; if the answer is lost too, `take` asks for the micro-batch."""
-        if seq not in self._asked:
+    def _nack(self, seq: int, why: str) -> None:
+        """Once for each frame that did not come; if the answer is lost too, `take` asks."""
+        if why == COLD or seq not in self._asked:
             self._asked.add(seq)
             self.num_nacks += 1
-            self._complain(self._turn, {"op": "nack", "seq": seq})
+            self._complain(self._turn, {"op": "nack", "seq": seq, "why": why})
 
     def _fail(self, error: Exception) -> None:
         """No frame of this edge can be trusted: whoever waits for one in this turn hears why."""

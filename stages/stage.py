@@ -25,7 +25,7 @@ from stages.books import Books
 from stages.compute import Compute
 from stages.control import Control
 from stages.embedding.feed import Feed
-from stages.ends import FRAMES, WireFormat, turn_of
+from stages.ends import COLD, FRAMES, WireFormat, turn_of
 from stages.keeper import Keeper
 from stages.lanes import Recorder
 from stages.optim import clip_factor, exact_sums
@@ -448,8 +448,10 @@ class Stage:
         end = self.wiring.activation_out if activation else self.wiring.gradient_out
         # Once the step commits everybody has everything: nothing may touch its rows any more.
         if end is not None and self._state in ("running", "prepared"):
-            seq, micro_batch = body.get("seq"), body.get("mb", -1)
-            self._background.spawn(end.resend(turn_of(header), seq=seq, micro_batch=micro_batch))
+            seq, micro_batch, cold = body.get("seq"), body.get("mb", -1), body.get("why") == COLD
+            self._background.spawn(
+                end.resend(turn_of(header), seq=seq, micro_batch=micro_batch, cold=cold)
+            )
 
     def _pass(self, point: str, plan: StepPlan, micro_batch: int | None = None) -> None:
         if self.on_point is not None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from compressors.registry import CodecSpec
+from compressors.row_log import row_store
 from netsim.clock import run_virtual
 from netsim.faults import FaultyLink
 from netsim.topology import Topology
@@ -78,13 +79,16 @@ class Run:
 
 
 def rows_of(stages: Sequence[Stage]) -> list[tuple[str, str]]:
-    """Digests of the rows at the two ends of each activation edge."""
+    """Digests at the two ends of each edge, without rows whose eviction is still to be told."""
     found = []
     for sender, receiver in pairwise(stages):
         assert sender.wiring.activation_out is not None
         assert receiver.wiring.activation_in is not None
-        ends: Any = (sender.wiring.activation_out.codec, receiver.wiring.activation_in.codec)
-        found.append((ends[0].row_digest(), ends[1].row_digest()))
+        ours = row_store(sender.wiring.activation_out.codec)
+        theirs = row_store(receiver.wiring.activation_in.codec)
+        assert ours is not None
+        assert theirs is not None
+        found.append((ours.digest(), theirs.digest(without=ours.pending_evictions)))
     return found
 
 
