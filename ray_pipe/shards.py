@@ -155,7 +155,8 @@ class Shards:
     def fill(self, files: Sequence[Any]) -> int:
         """Give every shard its rows of a checkpoint."""
         refs = [ray.put(file) for file in files]
-        calls = [handle.fill_from.remote(len(self.handles), *refs) for handle in self.handles]
+        num = len(self.handles)
+        calls = [handle.fill_from.remote(num, True, *refs) for handle in self.handles]
         try:
             return sum(ray.get(calls, timeout=FILL_S))
         except RayError as error:
@@ -273,7 +274,8 @@ class Shards:
             ray.get(handle.setup.remote(self._spec, place), timeout=START_TIMEOUT_S)
             num_rows = 0
             if saved:
-                call = handle.fill_from.remote(len(self.handles), *saved)
+                # What was counted is in the last books of the old process, and in the others'.
+                call = handle.fill_from.remote(len(self.handles), False, *saved)
                 num_rows = ray.get(call, timeout=FILL_S)
             self.handles[index] = handle
             self._gone.append(self._books[index])

@@ -12,8 +12,9 @@ a cluster. Checkpoints are those of a cluster's shards, for any number of them.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from compressors.id_lists import dedupe
-from stages.embedding import shard_files
+from stages.embedding import shard_files, shard_folders
 from stages.embedding.pooling import as_bags, pooled
 from stages.embedding.replicated import Replicated
-from stages.embedding.row_export import Exporter, Increment
+from stages.embedding.row_export import Exporter, Increment, publish
 from stages.embedding.shard import Shard
 from stages.embedding.shard_table import Rows
 from stages.embedding.shard_terms import IdSet, ShardStep
@@ -57,11 +58,13 @@ class Embeddings(nn.Module):
         shards: int = 1,
         delay: int = 0,
         seed: int = 0,
-        capacity: int | str = "1GiB",
+        capacity: int | str | None = None,
         spill: str | Path | None = None,
         core: str | None = None,
         **store: Any,
     ) -> None:
+        """`capacity` is of each shard's memory for all tables; None: what their own `capacity` and
+        `max_rows` want, and 1 GiB for those that have none."""
         super().__init__()
         self.tables = {table.name: table for table in tables}
         check_tables(tuple(tables))
@@ -89,16 +92,38 @@ class Embeddings(nn.Module):
         self._reads: list[_Read] = []
         self._held: deque[list[ShardStep]] = deque()
         self._exporters: dict[Path, list[Exporter]] = {}
-        self.shards: list[Shard] = []
-        self._make_shards(shards)
+        self._life = 0
+        self.shards = self._new_shards(shards)
 
-    def _make_shards(self, num: int) -> None:
+    def _new_shards(self, num: int) -> list[Shard]:
+        tables = tuple(self.tables.values())
+        return [
+            Shard(tables, index=index, num_shards=num, life=self._life, **self._options)
+            for index in range(num)
+        ]
+
+    def _become(self, files: Callable[[], Iterable[Any]], num: int) -> int:
+        """Other rows, all of them or none: the ones here live until the others are whole.
+
+        So there are two of everything for a while, in memory and in the spill folder.
+        """
+        self._life += 1
+        fresh: list[Shard] = []
+        try:
+            fresh = self._new_shards(num)
+            taken = sum(shard_files.fill_shard(one, files(), num_shards=num) for one in fresh)
+        except BaseException:
+            self._life -= 1
+            for shard in fresh:
+                shard.close()
+            raise
         for shard in self.shards:
             shard.close()
-        tables = tuple(self.tables.values())
-        self.shards = [
-            Shard(tables, index=index, num_shards=num, **self._options) for index in range(num)
-        ]
+        self.shards = fresh
+        self._held.clear()
+        self.drop()
+        self._exporters.clear()  # they know the old rows
+        return taken
 
     # --- forward, backward, step ------------------------------------------------------------------
 
@@ -136,9 +161,8 @@ class Embeddings(nn.Module):
         rows = np.empty((len(unique), self.tables[name].dim), np.float32)
         for number, shard in enumerate(self.shards):
             mine = places == number
-            table = shard.rows[name]
             ids = np.ascontiguousarray(unique[mine])
-            part = table.pull(ids) if training else table.read(ids)
+            part = self._pull(number, name, ids) if training else shard.rows[name].read(ids)
             rows[mine] = part.weights
             pulled.append(part)
         leaf = torch.from_numpy(rows)
@@ -155,6 +179,19 @@ class Embeddings(nn.Module):
                 )
             )
         return leaf, index
+
+    def _pull(self, number: int, name: str, ids: Any) -> Rows:
+        """One shard's rows for a pass of a step that may have had passes before."""
+        shard = self.shards[number]
+        before = [read for read in self._reads if read.table == name]
+        asked = [read.ids[read.places == number] for read in before]
+        shard.check_capacity(name, len(np.unique(np.concatenate([ids, *asked]))))
+        told = [
+            (those, admitted)
+            for those, read in zip(asked, before, strict=True)
+            if (admitted := read.pulled[number].admitted) is not None
+        ]
+        return shard.rows[name].pull(ids, told)
 
     def step(self) -> None:
         """One optimizer step with the gradients since the last; none at all is no step.
@@ -204,37 +241,60 @@ class Embeddings(nn.Module):
     # --- whole tables -----------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """A checkpoint of the sharded tables, the marker last. Replicated ones are parameters."""
+        """A checkpoint of the sharded tables. Replicated ones are parameters.
+
+        One that is written over is whole until the new one is.
+        """
         self.drain()
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        parts = [
-            shard_files.write_shard(shard, path, num_shards=len(self.shards))
-            for shard in self.shards
-        ]
-        shard_files.write_marker(path, parts)
+        shard_folders.save_shards(self.shards, Path(folder))
 
     def load(self, folder: str | Path, *, shards: int | None = None) -> int:
-        """The rows of a checkpoint, into this or another number of shards; how many there were."""
-        self._held.clear()
-        self.drop()
-        self._make_shards(len(self.shards) if shards is None else shards)
-        return sum(
-            shard_files.load_shard(shard, Path(folder), num_shards=len(self.shards))
-            for shard in self.shards
-        )
+        """The rows of a checkpoint, into this or another number of shards; how many there were.
+
+        `folder` is one of `save`, or a checkpoint of a click run. A checkpoint that is refused
+        leaves everything as it was.
+        """
+        saved = shard_folders.saved_shards(Path(folder))
+        num = len(self.shards) if shards is None else shards
+        return self._become(lambda: (one.read() for one in saved), num)
 
     def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:
         """Weights for serving: what changed since the last export here, and what is gone."""
         self.drain()
         path = Path(folder)
         if path not in self._exporters or full:
-            self._exporters[path] = [Exporter(shard, path) for shard in self.shards]
-        return [exporter.export() for exporter in self._exporters[path]]
+            num = len(self.shards)
+            self._exporters[path] = [Exporter(one, path, num_shards=num) for one in self.shards]
+        increments = [exporter.export() for exporter in self._exporters[path]]
+        publish(path, num_shards=len(self.shards))
+        return increments
 
     def stats(self) -> dict[str, Any]:
         """Rows, real bytes, hit rates, evictions, staleness, dropped gradients, alive chunks."""
         return merged_stats([shard.stats() for shard in self.shards])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Embeddings:
+        """A model of its own: all rows, updates that `delay` holds back, parameters, hooks."""
+        if any(rows.spilling is not None for one in self.shards for rows in one.rows.values()):
+            raise TypeError(
+                f"{type(self).__name__} with a spill folder cannot be copied: the folder is the "
+                "cache of one model. `save` this one and `load` it into another with its own folder"
+            )
+        own: dict[str, Any] = {
+            "shards": [],
+            "_exporters": {},
+            "_reads": [],
+        }  # passes under way are not copied
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        rest = {name: value for name, value in self.__dict__.items() if name not in own}
+        copied.__dict__.update(own | copy.deepcopy(rest, memo))
+        files = [shard_files.pack_shard(shard) for shard in self.shards]
+        held = copied._held
+        copied._held = deque()
+        copied._become(lambda: files, len(self.shards))
+        copied._held = held
+        return copied
 
     def get_extra_state(self) -> Any:
         """All rows, so that `torch.save(model.state_dict())` is a whole model."""
@@ -243,12 +303,7 @@ class Embeddings(nn.Module):
         return [torch.frombuffer(data, dtype=torch.uint8) for data in packed]
 
     def set_extra_state(self, state: Any) -> None:
-        self._held.clear()
-        self.drop()
-        self._make_shards(len(self.shards))
-        files = [part.numpy() for part in state]
-        for shard in self.shards:
-            shard_files.fill_shard(shard, files, num_shards=len(self.shards))
+        self._become(lambda: (part.numpy() for part in state), len(self.shards))
 
 
 class EmbeddingBag(Embeddings):

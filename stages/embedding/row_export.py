@@ -1,17 +1,23 @@
 """Rows for serving: a whole table once, then what changed, and what is gone.
 
-    shard-00000/manifest.json            the chain of files that are valid, replaced by rename
-    shard-00000/17-000000.safetensors    all rows;  17 is the chain's own number
-    shard-00000/17-000001.safetensors    rows that were written since, ids that are no more
+    manifest.json                                 how many shards there are, written last
+    shard-00000-of-00002/manifest.json            the chain of files that are valid
+    shard-00000-of-00002/17-000000.safetensors    all rows;  17 is the chain's own number
+    shard-00000-of-00002/17-000001.safetensors    rows written since, ids that are no more
 
 An increment is one snapshot of the shard: rows whose commit is newer than the last export's, and
 tombstones for ids that were exported and are not there any more (evicted, pruned away), or they
-would be served for ever. Readers look at the manifest only, which names files that are whole.
+would be served for ever. Readers look at manifests only, which are replaced by rename and name what
+is whole. Where a row is served from depends on the number of shards, so an export with another
+number is written beside the old one, becomes the valid one when the upper manifest says its
+number, and only then is the old one removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +33,10 @@ from stages.embedding.shard_files import ShardFileError, write_aside
 from stages.embedding.tables import shard_of
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 TRIES = 5
+_FOLDER = re.compile(r"shard-\d{5}(-of-\d{5})?")
+_FILE = re.compile(r"(manifest\.json|\d+-\d{6}\.safetensors)(\.part)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +51,14 @@ class Increment:
 
 
 class Exporter:
-    """Writes one shard's chain. Each life of an exporter begins a new one, with all rows."""
+    """Writes one shard's chain. Each life of an exporter begins a new one, with all rows.
 
-    def __init__(self, shard: Shard, folder: Path) -> None:
+    Readers follow once all shards have exported and `publish` has said how many there are.
+    """
+
+    def __init__(self, shard: Shard, folder: Path, *, num_shards: int) -> None:
         self._shard = shard
-        self._folder = folder / f"shard-{shard.index:05d}"
+        self._folder = _folder(folder, shard.index, num_shards)
         self._folder.mkdir(parents=True, exist_ok=True)
         old = _manifest(self._folder)
         self._old_files = [] if old is None else [entry["file"] for entry in old["files"]]
@@ -106,6 +117,22 @@ class Exporter:
         return np.concatenate(keys), np.concatenate(weights), everyone
 
 
+def publish(folder: Path, *, num_shards: int) -> None:
+    """Every shard has exported: readers take these from now on. Those of another number go."""
+    old = _manifest(folder) or {"edition": 0, "num_shards": 0}
+    if old["num_shards"] != num_shards:  # chains begin anew: a reader must not take them for known
+        upper = {"format": FORMAT, "edition": old["edition"] + 1, "num_shards": num_shards}
+        write_aside(folder / MANIFEST, json.dumps(upper, indent=1).encode())
+    valid = {_folder(folder, index, num_shards) for index in range(num_shards)}
+    for stale in set(folder.glob("shard-*")) - valid:
+        if stale.is_dir() and _FOLDER.fullmatch(stale.name):
+            for file in stale.iterdir():
+                if _FILE.fullmatch(file.name):  # what others put there is not ours to remove
+                    file.unlink()
+            with contextlib.suppress(OSError):
+                stale.rmdir()
+
+
 class ExportReader:
     """Serves what exporters wrote, with memory of its own; `refresh` takes what is new."""
 
@@ -113,16 +140,33 @@ class ExportReader:
         self.folder = Path(folder)
         self._options = {"capacity": capacity, **store}
         self._shards: list[_Served] = []
+        self._edition = 0
         self.refresh()
 
     def refresh(self) -> int:
         """Apply the files that came since the last call; how many."""
-        folders = sorted(self.folder.glob("shard-*"))
-        if not folders:
-            raise ShardFileError(f"{self.folder} has no exports (shard-00000/{MANIFEST})")
-        if len(folders) != len(self._shards):
-            self._shards = [_Served(folder, self._options) for folder in folders]
-        return sum(shard.refresh() for shard in self._shards)
+        came = 0
+        for attempt in range(TRIES):
+            manifest = _manifest(self.folder)
+            if manifest is None:
+                raise ShardFileError(f"{self.folder} has no exports: there is no {MANIFEST}")
+            # All of an edition before any of it is served: two numbers of shards do not mix.
+            known = self._edition == manifest["edition"]
+            shards = self._shards if known else self._begun(int(manifest["num_shards"]))
+            try:
+                for shard in shards:
+                    came += shard.refresh()
+            except FileNotFoundError:
+                if attempt == TRIES - 1:
+                    raise
+                continue  # an export with another number of shards replaced this one
+            self._shards, self._edition = shards, manifest["edition"]
+            return came
+        raise AssertionError
+
+    def _begun(self, num: int) -> list[_Served]:
+        folders = (_folder(self.folder, index, num) for index in range(num))
+        return [_Served(folder, self._options) for folder in folders]
 
     def lookup(self, table: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Weights; zeros for ids that are not there."""
@@ -148,7 +192,7 @@ class _Served:
         for attempt in range(TRIES):
             manifest = _manifest(self._folder)
             if manifest is None:
-                raise ShardFileError(f"{self._folder} has no {MANIFEST} yet")
+                raise FileNotFoundError(f"{self._folder} has no {MANIFEST}")
             try:
                 return self._follow(manifest)
             except FileNotFoundError:
@@ -182,18 +226,22 @@ class _Served:
 
     def _take(self, arrays: dict[str, Any], dims: dict[str, int]) -> None:
         assert self._store is not None
-        for name in dims:
+        for name, dim in dims.items():
             rows, keys = self._store[name], arrays[f"{name}/keys"]
             raw = np.zeros((len(keys), rows.core.record_bytes), np.uint8)
             raw[:, 0] = 1  # its one chunk is there
             weights = np.ascontiguousarray(arrays[f"{name}/weights"], np.float32)
-            raw[:, 8:] = weights.view(np.uint8).reshape(len(keys), -1)
+            raw[:, 8:] = weights.view(np.uint8).reshape(len(keys), 4 * dim)
             rows.remove(np.ascontiguousarray(arrays[f"{name}/gone"]))
             rows.restore(np.ascontiguousarray(keys), raw)
 
     def rows(self, table: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         assert self._store is not None
         return self._store[table].multi_get(ids)[0]
+
+
+def _folder(folder: Path, index: int, num_shards: int) -> Path:
+    return folder / f"shard-{index:05d}-of-{num_shards:05d}"
 
 
 def _manifest(folder: Path) -> Any:

@@ -99,7 +99,10 @@ class LmdbTier:
         return sum(file.stat().st_blocks * 512 for file in self.directory.iterdir())
 
     def close(self) -> None:
+        """Let go of the file and remove it: nobody else can read a cache."""
         self._env.close()
+        for name in ("data.mdb", "lock.mdb"):
+            (self.directory / name).unlink(missing_ok=True)
 
 
 class SpillingTable:

@@ -24,7 +24,7 @@ from stages.embedding import chunk_prune
 from stages.embedding.chunk_prune import Cut
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_store import RowStore
-from stages.embedding.shard_table import Rows, ShardTable
+from stages.embedding.shard_table import Rows, ShardTable, store_capacity
 from stages.embedding.shard_terms import (
     F32,
     CapacityError,
@@ -66,13 +66,16 @@ class Shard:
         num_shards: int = 1,
         tau: int,
         seed: int = 0,
-        capacity: int | str = "1GiB",
+        capacity: int | str | None = None,
         spill: str | Path | None = None,
+        life: int = 0,
         core: str | None = None,
         **store: Any,
     ) -> None:
-        """`capacity` is of all tables here. `spill` is a folder for what does not fit, for tables
-        that name none of their own; each shard and table has a part of it for itself."""
+        """`capacity` is of all tables here; None: what their own limits want (`store_capacity`).
+        `spill` is a folder for what does not fit, for tables
+        that name none of their own; each shard and table has a part of it for itself, and one of
+        the next `life` in the same process another, so that both can live for a while."""
         check_tables(tables)
         if tau < 0:
             raise ValueError(f"the staleness bound tau is 0 or more, got {tau}")
@@ -84,12 +87,11 @@ class Shard:
         self.counts = ShardCounts()
         self.cuts: list[Cut] = []
         self.tables = {table.name: table for table in tables if table.placement == "sharded"}
-        self.store = RowStore(capacity=capacity, core=core, **store)
+        room = store_capacity(tuple(self.tables.values()), num_shards=num_shards, given=capacity)
+        self.store = RowStore(capacity=room, core=core, **store)
         self.rows: dict[str, ShardTable] = {}
         for table in self.tables.values():
-            folder = table.spill_folder(index)
-            if folder is None and spill is not None:
-                folder = Path(spill) / f"{table.name}-{index:05d}"
+            folder = table.spill_folder(index, life, default=spill)
             self.rows[table.name] = ShardTable(
                 self.store, table, seed=seed, num_shards=num_shards, spill=folder
             )
@@ -125,7 +127,7 @@ class Shard:
         if wanted is None or ticket in self._finished:
             raise UnknownTicketError(f"shard {self.index} has no ids for step {ticket}")
         for name, part in wanted.items():
-            self._check_capacity(name, len(part.ids))
+            self.check_capacity(name, len(part.ids))
         tables = {name: self.rows[name].pull(part.ids) for name, part in wanted.items()}
         pulled = Pulled(version=self.version, tables=tables)
         self._open[ticket] = _Open(ids=wanted, pulled=pulled)
@@ -174,14 +176,6 @@ class Shard:
             return []
         entry.is_void = True
         return self._settle()
-
-    def forget_open(self) -> None:
-        """The client has begun anew: steps that it had under way will never be finished."""
-        for ticket in list(self._open):
-            self._finish(ticket)
-        self.counts.voided += len(self._open)
-        self._open.clear()
-        self._announced.clear()
 
     def pulled_rows(self, ticket: int) -> Mapping[str, Rows] | None:
         """What the pull of a step that is under way was answered with; None for any other."""
@@ -294,7 +288,8 @@ class Shard:
         if unknown:
             raise ValueError(f"shard {self.index} has tables {sorted(self.tables)}, not {unknown}")
 
-    def _check_capacity(self, name: str, num_ids: int) -> None:
+    def check_capacity(self, name: str, num_ids: int) -> None:
+        """Raise `CapacityError` if the rows of `tau + 1` such steps cannot be here together."""
         limit = self.rows[name].max_rows
         # With a disk, rows of other steps may go down and come back.
         if limit and self.rows[name].spilling is None and (self.tau + 1) * num_ids > limit:

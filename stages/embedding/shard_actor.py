@@ -176,13 +176,17 @@ class ShardActor:
         except OSError:
             return False
 
-    def fill_from(self, num_shards: int, *files: Any) -> int:
-        """Take the own rows out of saved shards, however many there were; returns how many."""
-        return self._on_loop(self._fill, num_shards, files)
+    def fill_from(self, num_shards: int, with_counts: bool, *files: Any) -> int:
+        """Take the own rows out of saved shards, however many there were; returns how many.
 
-    def _fill(self, num_shards: int, files: tuple[Any, ...]) -> int:
+        `with_counts`: all shards begin anew, and the sums of their counters go on.
+        """
+        return self._on_loop(self._fill, num_shards, with_counts, files)
+
+    def _fill(self, num_shards: int, with_counts: bool, files: tuple[Any, ...]) -> int:
         assert self._server is not None
-        return fill_shard(self._server.shard, files, num_shards=num_shards)
+        shard = self._server.shard
+        return fill_shard(shard, files, num_shards=num_shards, with_counts=with_counts)
 
     def rows(self, table: str) -> tuple[Any, Any]:
         """Ids and weights of all rows of a table, by rising id: for tests and tools."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from stages.embedding import chunk_prune
 from stages.embedding.admission import Admission
 from stages.embedding.row_answers import Snapshot
+from stages.embedding.row_arrays import nbytes_of
 from stages.embedding.row_records import Records
 from stages.embedding.row_spill import LmdbTier, SpillingTable
 from stages.embedding.row_store import RowStore
@@ -21,8 +22,15 @@ from stages.embedding.tables import Table
 
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 QUEUE_BYTES = 8
 """Of the order of use, for each row: four, and as much again before it is written anew."""
+
+DEFAULT_BYTES = 1 << 30
+"""Of a shard's store whose tables have no limit of their own."""
+
+SLACK_BYTES = 64 << 20
+"""Beside each limited table: slabs that are not full, sightings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +62,7 @@ class ShardTable:
     ) -> None:
         self._store = store
         self.looked_up = 0
-        state = {"Adam": 2, "Adagrad": 1}.get(type(table.optimizer).__name__, 0)
-        max_rows = table.rows_within(whole_bytes(table, state), num_shards)
+        max_rows = table.rows_within(whole_bytes(table), num_shards)
         self.max_rows = max_rows
         self.rows: RowTable = store.table(
             table.name,
@@ -77,14 +84,17 @@ class ShardTable:
         if self.spilling is not None and not self.max_rows:
             self.spilling.announce(ids)  # with a cap they could push out what is under way
 
-    def pull(self, ids: Ids) -> Rows:
-        """Rows of distinct ids for training; ids that are admitted and new are created."""
+    def pull(self, ids: Ids, told: Sequence[tuple[Ids, Mask]] = ()) -> Rows:
+        """Rows of distinct ids for training; ids that are admitted and new are created.
+
+        `told`: which ids earlier pulls of the same step asked for, and who was admitted. Those are
+        not sighted again, and the answer is the same: a step is one sighting.
+        """
         self.looked_up += len(ids)
         admitted = None
         wanted = ids
         if self.admission is not None:
-            _, found = self.rows.multi_get(ids)
-            admitted = self.admission.admitted(ids, found != 0)
+            admitted = self._admitted(self.admission, ids, told)
             wanted = np.ascontiguousarray(ids[admitted])
         look_up = self.rows.lookup if self.spilling is None else self.spilling.lookup
         weights, _ = look_up(wanted)
@@ -93,6 +103,17 @@ class ShardTable:
             whole[admitted] = weights
             weights = whole
         return self._with_bitmaps(ids, weights, admitted)
+
+    def _admitted(self, admission: Admission, ids: Ids, told: Sequence[tuple[Ids, Mask]]) -> Mask:
+        old = np.zeros(len(ids), np.bool_)
+        answer = np.zeros(len(ids), np.bool_)
+        for asked, admitted in told:
+            old |= np.isin(ids, asked)
+            answer |= np.isin(ids, asked[admitted])
+        new = np.ascontiguousarray(ids[~old])
+        _, found = self.rows.multi_get(new)
+        answer[~old] = admission.admitted(new, found != 0)
+        return answer
 
     def read(self, ids: Ids) -> Rows:
         """Rows for evaluation: unknown ids are zeros; nothing is created, moved or touched."""
@@ -157,9 +178,41 @@ class ShardTable:
             self.spilling.tier.close()
 
 
-def whole_bytes(table: Table, state: int) -> int:
+def whole_bytes(table: Table) -> int:
     """Real bytes of a row with all its chunks: cell, its part of the index and of the queue."""
+    state = {"Adam": 2, "Adagrad": 1}.get(type(table.optimizer).__name__, 0)
     utilities = (2 * (table.chunks + 1) + 3) // 4 * 4 if table.chunks > 1 else 0
     cell = 32 + utilities + 4 * table.dim * (1 + state)
     queue = QUEUE_BYTES if table.evict or table.spill else 0
     return (cell + 15) // 16 * 16 + chunk_prune.INDEX_BYTES + queue
+
+
+def store_capacity(
+    tables: Sequence[Table], *, num_shards: int, given: int | str | None = None
+) -> int:
+    """Bytes of one shard's store: as `given`, or what the tables' own limits want.
+
+    Given less than they want it is refused: a table's `capacity` would be a promise that nobody
+    keeps. Memory is taken as rows come, so a limit above them costs nothing.
+    """
+    wants = {
+        table.name: table.rows_within(whole_bytes(table), num_shards) * whole_bytes(table)
+        for table in tables
+    }
+    if given is None:
+        # Twice: a table that grows has two indices, and an update a second version, for a moment.
+        limited = sum(2 * want + SLACK_BYTES for want in wants.values() if want)
+        return limited + (0 if wants and all(wants.values()) else DEFAULT_BYTES)
+    capacity = nbytes_of(given)
+    said = {
+        table.name: want
+        for table, want in zip(tables, wants.values(), strict=True)
+        if table.capacity is not None
+    }
+    if sum(said.values()) > capacity:
+        raise ValueError(
+            f"the tables' capacities are {said} bytes on each of {num_shards} shards, together "
+            f"{sum(said.values())}, and the store they share has a `capacity` of {capacity}; raise "
+            "that, leave it out, or lower theirs"
+        )
+    return capacity

@@ -145,9 +145,14 @@ class Table:
         fit = max(1, nbytes_of(self.capacity) // num_shards // row_bytes)
         return min(fit, self.max_rows) if self.max_rows else fit
 
-    def spill_folder(self, shard: int) -> Path | None:
+    def spill_folder(
+        self, shard: int, life: int = 0, *, default: str | Path | None = None
+    ) -> Path | None:
         """This table's own part of its spill folder; the disk is a cache of one process."""
-        return None if self.spill is None else Path(self.spill) / f"{self.name}-{shard:05d}"
+        folder = self.spill if self.spill is not None else default
+        if folder is None:
+            return None
+        return Path(folder) / f"{self.name}-{shard:05d}{'-b' if life % 2 else ''}"
 
     @property
     def chunks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ray_pipe import rec
-from stages.embedding.row_errors import NonFiniteGradientError
+from stages.embedding.row_errors import NonFiniteGradientError, StoreFullError
+from stages.embedding.shard_files import ShardFileError
+from stages.embedding.shard_terms import CapacityError
 
 STORE: dict[str, Any] = {"capacity": "8MiB", "slab": "64KiB", "pages": "4k"}
 
@@ -231,6 +234,36 @@ def test_a_row_exists_after_the_nth_sighting_and_reads_zeros_before(prune: Any) 
     assert ours.stats()["unadmitted_share"] == {"user": 0.5}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_micro_batches_of_one_step_are_one_sighting(shards: int) -> None:
+    ours = bag(admit=rec.MinCount(2), shards=shards)
+    seen = []
+    for _ in range(3):  # steps, of two passes each; id 6 comes in the second only
+        for ids in ([5, 7], [5, 6]):
+            out = ours(torch.tensor(ids))
+            seen.append((out.abs().sum(1) > 0).tolist())
+            (out**2).sum().backward()
+        ours.step()
+
+    assert seen == [[False, False]] * 2 + [[True, True]] * 4
+    assert ours.stats()["rows"] == 3
+    assert ours.stats()["dropped_rows"] == 0
+
+
+def test_every_pass_of_a_step_whose_rows_are_admitted_is_learned_from() -> None:
+    once, twice = bag(admit=rec.MinCount(2)), bag(admit=rec.MinCount(2))
+    for _ in range(2):
+        trained(once, torch.tensor([5, 5]))
+        for _ in range(2):
+            (twice(torch.tensor([5])) ** 2).sum().backward()
+        twice.step()
+
+    for module in (once, twice):
+        module.eval()
+    assert once(torch.tensor([5])).abs().sum() > 0
+    assert torch.allclose(once(torch.tensor([5])), twice(torch.tensor([5])), atol=1e-7, rtol=0)
+
+
 def test_counters_are_bounded_and_forget_who_was_not_seen_for_longest() -> None:
     ours = bag(admit=rec.MinCount(2, remember=10))
     trained(ours, torch.tensor([1]))
@@ -315,6 +348,55 @@ def test_a_capacity_in_bytes_is_a_number_of_rows_of_real_bytes() -> None:
         rec.Table("x", dim=4, capacity=0)
 
 
+def test_a_delay_that_the_capacity_cannot_hold_is_refused_and_no_gradient_is_lost() -> None:
+    ours = bag(delay=2, max_rows=20, evict="lru")
+    trained(ours, torch.arange(6))
+
+    with pytest.raises(CapacityError, match="of 7 distinct ids, with up to 3 steps under way"):
+        ours(torch.arange(10, 17))
+    ours.drop()
+    ours(torch.arange(10, 14))
+    with pytest.raises(CapacityError, match="of 8 distinct ids"):  # of one step, in two passes
+        ours(torch.arange(12, 18))
+    ours.drop()
+    for start in range(0, 60, 6):
+        trained(ours, torch.arange(start, start + 6))
+    ours.drain()
+    assert ours.stats()["evictions"] > 0
+    assert ours.stats()["dropped_rows"] == 0
+
+
+def test_a_table_gets_the_capacity_it_asks_for() -> None:
+    def store(*tables: rec.Table, **options: Any) -> int:
+        return rec.Embeddings(tables, **options).shards[0].store.capacity
+
+    six, unlimited = rec.Table("a", dim=4, capacity="6GiB"), rec.Table("b", dim=4)
+    assert store(six) >= 6 << 30
+    assert store(six, shards=3) >= 2 << 30
+    assert store(six, unlimited) >= 7 << 30
+    assert store(rec.Table("c", dim=64, max_rows=10_000_000)) > 10_000_000 * 64 * 4
+    assert store(unlimited) == 1 << 30
+    assert store(six, capacity="8GiB") == 8 << 30  # as it was said
+    with pytest.raises(ValueError, match=r"'a': 64\d+\} bytes on each of 1 shards.* of 1073741824"):
+        store(six, capacity="1GiB")
+    two = [rec.Table(name, dim=4, capacity="6GiB") for name in "ab"]
+    with pytest.raises(ValueError, match="raise that, leave it out, or lower theirs"):
+        store(*two, capacity="8GiB")
+
+
+@pytest.mark.parametrize("optimizer", [rec.Sgd(lr=0.1), rec.Adam(lr=0.1)])
+def test_a_table_s_capacity_can_be_used_to_the_last_row(optimizer: Any) -> None:
+    table = rec.Table("user", dim=8, optimizer=optimizer, capacity="24MiB")
+    ours = rec.EmbeddingBag(table)
+    most = ours.shards[0].rows["user"].max_rows
+
+    for start in range(0, most, 20_000):
+        trained(ours, torch.arange(start, min(most, start + 20_000)))
+    assert ours.stats()["rows"] == most > 100_000
+    with pytest.raises(StoreFullError, match=f"`max_rows`={most}"):
+        ours(torch.arange(most, most + 5))
+
+
 # --- whole tables ---------------------------------------------------------------------------------
 
 
@@ -395,6 +477,58 @@ def test_a_capped_table_loads_what_memory_does_not_hold(tmp_path: Path) -> None:
     assert bag(optimizer=rec.Adam(lr=0.05)).load(tmp_path / "again") == 200
 
 
+@pytest.mark.parametrize("spill", [False, True])
+def test_a_checkpoint_that_is_refused_leaves_the_rows_as_they_were(
+    tmp_path: Path, spill: bool
+) -> None:
+    limits: dict[str, Any] = {"max_rows": 20, "spill": str(tmp_path / "disk")} if spill else {}
+    ours = bag(optimizer=rec.Adam(lr=0.05), shards=2, delay=1, **limits)
+    same = bag(optimizer=rec.Adam(lr=0.05), shards=2, delay=1)
+    for start in (0, 20, 40, 10):
+        for module in (ours, same):
+            trained(module, torch.arange(start, start + 20))
+    bag(optimizer=rec.Adam(lr=0.05), dim=8).save(tmp_path / "other")
+    damaged = bag(optimizer=rec.Adam(lr=0.05), shards=2)
+    trained(damaged, torch.arange(200), steps=3)
+    damaged.save(tmp_path / "damaged")
+    file = next((tmp_path / "damaged").glob("shard-00001*"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+    for name, why in (("none", "is no checkpoint"), ("other", "dim 8"), ("damaged", "truncated")):
+        with pytest.raises(ShardFileError, match=why):
+            ours.load(tmp_path / name, shards=3)
+    with pytest.raises(ShardFileError, match="dim 8"):
+        ours.load_state_dict(bag(optimizer=rec.Adam(lr=0.05), dim=8).state_dict())
+    assert len(ours.shards) == 2
+    for module in (ours, same):
+        trained(module, torch.arange(55, 75))  # what is held back is still there, too
+        module.eval()
+    assert torch.equal(ours(torch.arange(100)), same(torch.arange(100)))
+    same.save(tmp_path / "whole")
+    assert ours.load(tmp_path / "whole") == ours.load(tmp_path / "whole", shards=1) == 75
+    assert torch.equal(ours(torch.arange(100)), same(torch.arange(100)))
+    if spill:  # the folders of the shards that are no more are empty
+        left = sorted(path.parent.name for path in (tmp_path / "disk").glob("*/data.mdb"))
+        assert left in (["user-00000"], ["user-00000-b"])
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_the_rows_as_they_were(tmp_path: Path) -> None:
+    large = bag()
+    trained(large, torch.arange(1000))
+    large.save(tmp_path)
+    ours = rec.EmbeddingBag(
+        rec.Table("user", dim=4, optimizer=rec.Sgd(lr=0.1)),
+        **{**STORE, "capacity": "16KiB", "slab": "4KiB", "core": "twin"},
+    )
+    trained(ours, torch.arange(10))
+    ours.eval()
+    before = ours(torch.arange(20))
+
+    with pytest.raises(StoreFullError):
+        ours.load(tmp_path)
+    assert torch.equal(ours(torch.arange(20)), before)
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 
@@ -468,7 +602,51 @@ def test_mutant_a_mask_that_was_chosen_once_keeps_hot_ids_pruned(
     assert hot == before < 0.25
 
 
-def test_a_model_with_embeddings_can_be_moved_and_copied_like_any_other() -> None:
+def test_a_copy_is_a_model_of_its_own_with_the_same_future() -> None:
+    ours = history(admitting(delay=2, shards=2))
+    ours.marks = [1]  # type: ignore[assignment]
+    (ours(torch.arange(3)) ** 2).sum()  # a pass under way stays with the one that made it
+    other = copy.deepcopy(ours)
+
+    assert other.marks == [1]
+    assert other.marks is not ours.marks
+    ours.drop()
+    before = ours.stats()
+    trained(other, torch.arange(5))
+    assert ours.stats() == before  # the copy's steps are its own
+    again = copy.deepcopy(ours)
+    assert again.stats()["staleness_histogram"] == before["staleness_histogram"]
+    assert same_future(ours, again)
+
+
+def test_a_copy_of_what_is_replicated_is_trained_apart() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = rec.Embeddings(
+                [
+                    rec.Table("a", dim=2),
+                    rec.Table("b", dim=2, placement="replicated", num_ids=3),
+                ],
+                **STORE,
+            )
+
+    ours = Model()
+    other = copy.deepcopy(ours)
+    with torch.no_grad():
+        for part in other.parameters():
+            part += 1
+
+    (mine,), (theirs,) = ours.parameters(), other.parameters()
+    assert torch.equal(mine + 1, theirs)
+
+
+def test_a_model_whose_rows_are_on_disk_is_not_copied(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="with a spill folder cannot be copied"):
+        copy.deepcopy(bag(max_rows=20, spill=str(tmp_path)))
+
+
+def test_a_model_with_embeddings_can_be_moved_like_any_other() -> None:
     ours = rec.Embeddings(
         [rec.Table("a", dim=2), rec.Table("b", dim=2, placement="replicated", num_ids=3)], **STORE
     )

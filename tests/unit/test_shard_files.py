@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stages.embedding import shard_folders
 from stages.embedding.row_rules import Adam, RowAdagrad, Sgd, Uniform
+from stages.embedding.row_table import RowTable
 from stages.embedding.shard import Shard
-from stages.embedding.shard_files import (
-    MARKER,
-    ShardFileError,
-    load_shard,
-    write_marker,
-    write_shard,
-)
+from stages.embedding.shard_files import ShardFileError, fill_shard, pack_shard
+from stages.embedding.shard_folders import save_shards, saved_shards
 from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import ChunkPrune, Table, shard_of
 
 CORE = "twin"
-IDS = np.arange(40, dtype=np.int64)
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def on_both_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CORE", request.param)
 
 
 def shards(num: int, **options: Any) -> list[Shard]:
@@ -56,9 +57,12 @@ def rows_of(group: list[Shard]) -> dict[int, bytes]:
 
 
 def written(group: list[Shard], folder: Path) -> Path:
-    parts = [write_shard(shard, folder, num_shards=len(group)) for shard in group]
-    write_marker(folder, parts)
+    save_shards(group, folder)
     return folder
+
+
+def load_shard(shard: Shard, folder: Path, *, num_shards: int) -> int:
+    return fill_shard(shard, (one.read() for one in saved_shards(folder)), num_shards=num_shards)
 
 
 @pytest.mark.parametrize("optimizer", [Sgd(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1)])
@@ -82,15 +86,12 @@ def test_with_another_number_of_shards_the_next_hundred_steps_are_the_same_to_th
 
 
 def test_mutant_a_checkpoint_without_adam_s_step_count_does_not_go_on_alike(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = shards(1), shards(1)
     train(before, 0, 10)
-    folder = written(before, tmp_path)
-    marker = json.loads((folder / MARKER).read_bytes())
-    marker["shards"][0]["tables"]["user"]["steps"] = 0
-    (folder / MARKER).write_text(json.dumps(marker))
-    load_shard(after[0], folder, num_shards=1)
+    monkeypatch.setattr(RowTable, "restore_progress", lambda *_, **__: None)
+    load_shard(after[0], written(before, tmp_path), num_shards=1)
 
     train(before, 10, 5)
     train(after, 10, 5)
@@ -112,17 +113,15 @@ def test_a_checkpoint_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> N
     group = shards(2)
     train(group, 0, 3)
     (empty,) = shards(1)
-    parts = [write_shard(shard, tmp_path, num_shards=2) for shard in group]
-
     with pytest.raises(ShardFileError, match=r"has no embedding\.json: it is no checkpoint"):
         load_shard(empty, tmp_path, num_shards=1)
 
-    write_marker(tmp_path, parts)
-    path = tmp_path / "shard-00001-of-00002.safetensors"
+    save_shards(group, tmp_path)
+    path = tmp_path / "shard-00001-of-00002.00001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-5])
     with pytest.raises(
-        ShardFileError, match=r"00001-of-00002\.safetensors has \d+ bytes, .* trunc"
+        ShardFileError, match=r"00001-of-00002\.00001\.safetensors has \d+ bytes, .* trunc"
     ):
         load_shard(empty, tmp_path, num_shards=1)
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -133,6 +132,106 @@ def test_a_checkpoint_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> N
         load_shard(empty, tmp_path, num_shards=1)
     assert empty.stats()["rows"] == 0
     assert not list(tmp_path.glob("*.part"))
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("then", [2, 3])
+def test_wherever_a_save_over_a_checkpoint_is_cut_one_of_the_two_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int
+) -> None:
+    first, second = shards(2), shards(then)
+    train(first, 0, 3)
+    train(second, 5, 5)
+    write, sync = shard_folders.write_aside, shard_folders._sync
+    found = []
+    for calls in range(20):
+        folder = tmp_path / str(calls)
+        folder.mkdir()
+        save_shards(first, folder)
+        left = [calls]
+
+        def tick(left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+
+        def cut(path: Path, data: bytes, tick: Any = tick) -> None:
+            with_half = path.with_name(path.name + ".part")
+            with_half.write_bytes(data[: len(data) // 2])
+            tick()
+            write(path, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shard_folders, "write_aside", cut)
+            patch.setattr(shard_folders, "_sync", lambda folder, tick=tick: (tick(), sync(folder)))
+            try:
+                save_shards(second, folder)
+                ended = True
+            except Crash:
+                ended = False
+        loaded = shards(1)
+        load_shard(loaded[0], folder, num_shards=1)
+        found.append((rows_of(loaded) == rows_of(first), rows_of(loaded) == rows_of(second)))
+        save_shards(second, folder)  # the next one takes away what was left
+        assert len(list(folder.iterdir())) == then + 1
+        if ended:
+            break
+
+    # Before each file and the marker: the old one. After the marker, and at the end: the new one.
+    assert found == [(True, False)] * (then + 1) + [(False, True)] * 2
+
+
+def test_a_shard_that_replaces_a_dead_one_takes_rows_and_leaves_the_counts_to_the_others() -> None:
+    before = shards(2)
+    train(before, 0, 10)
+    files = [pack_shard(shard) for shard in before]
+    resumed, replaced = shards(2), shards(2)
+
+    for shard in resumed:
+        fill_shard(shard, files, num_shards=2)
+    taken = fill_shard(replaced[0], files, num_shards=2, with_counts=False)
+    assert taken == before[0].stats()["rows"]
+    assert [shard.stats()["staleness_histogram"] for shard in resumed] == [{0: 20}, {}]
+    assert replaced[0].stats()["staleness_histogram"] == {}
+    assert replaced[0].version == 10
+
+
+def test_the_rows_in_the_checkpoint_of_a_run_are_read_from_its_folder(tmp_path: Path) -> None:
+    from stages.storage import Folder
+
+    before = shards(2)
+    train(before, 0, 5)
+    folder = tmp_path / "checkpoint_000005"
+    notes = [Folder(folder).write("stage_0.safetensors", [b"dense"])]
+    for shard in before:
+        name = f"shard_{shard.index}_of_2.safetensors"
+        notes.append(Folder(folder).write(name, [pack_shard(shard)]))
+    files = [{"name": n.name, "nbytes": n.nbytes, "sha256": n.sha256} for n in notes]
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
+
+    after = shards(3)
+    assert sum(load_shard(shard, folder, num_shards=3) for shard in after) == len(rows_of(before))
+    assert rows_of(after) == rows_of(before)
+    path = folder / "shard_1_of_2.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(ShardFileError, match=r"shard_1_of_2\.safetensors is damaged"):
+        load_shard(shards(1)[0], folder, num_shards=1)
+    (folder / "manifest.json").write_text(json.dumps({"files": files[:1]}))
+    with pytest.raises(ShardFileError, match="a run without embedding shards"):
+        saved_shards(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ShardFileError, match="or it was cut off"):
+        saved_shards(folder)
+
+
+def test_a_table_may_have_spaces_in_its_name(tmp_path: Path) -> None:
+    before, after = shards(1, name="the user"), shards(1, name="the user")
+    before[0].pull(1, {"the user": IdSet(ids=np.arange(9, dtype=np.int64))})
+
+    assert load_shard(after[0], written(before, tmp_path), num_shards=1) == 9
 
 
 def test_other_settings_are_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 
 from stages.embedding.row_rules import Sgd, Uniform
 from stages.embedding.shard import Shard
-from stages.embedding.shard_files import load_shard, write_marker, write_shard
+from stages.embedding.shard_files import fill_shard
+from stages.embedding.shard_folders import save_shards, saved_shards
 from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import Table
 
@@ -106,31 +106,10 @@ def test_a_checkpoint_between_pushes_is_one_version_and_holds_nothing_under_way(
         plain.pull(ticket, ids(1, 2))
         plain.push(ticket, ticket - 1, gradient(float(ticket)))
 
-    write_marker(tmp_path, [write_shard(one, tmp_path, num_shards=1)])
+    save_shards([one], tmp_path)
     loaded = shard(8)
-    load_shard(loaded, tmp_path, num_shards=1)
+    fill_shard(loaded, (part.read() for part in saved_shards(tmp_path)), num_shards=1)
     assert (one.version, loaded.version) == (5, 5)
     wanted = {"user": np.array([1, 2], np.int64)}
     assert (loaded.read(wanted)["user"].weights == plain.read(wanted)["user"].weights).all()
     assert loaded.num_open == 0
-
-
-def test_a_checkpoint_is_written_over_without_a_moment_in_which_half_of_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The marker comes last: whoever reads before it finds the one before, or a refusal."""
-    one = shard(0)
-    one.pull(1, ids(1, 2))
-    one.push(1, 0, gradient())
-    part = write_shard(one, tmp_path, num_shards=1)
-    assert not (tmp_path / "embedding.json").exists()
-    order: deque[str] = deque()
-    from stages.embedding import shard_files
-
-    write = shard_files.write_aside
-    monkeypatch.setattr(
-        shard_files, "write_aside", lambda path, data: (order.append(path.name), write(path, data))
-    )
-    write_shard(one, tmp_path, num_shards=1)
-    write_marker(tmp_path, [part])
-    assert list(order) == ["shard-00000-of-00001.safetensors", "embedding.json"]
