@@ -52,9 +52,12 @@ class FaultyLink:
         *,
         seed: int = 0,
         corrupt: Callable[[Frame, random.Random], Frame] | None = None,
+        on_fault: Callable[[Fault], None] = lambda fault: None,
     ) -> None:
-        """`corrupt` damages frames that are not bytes; by default one bit of the bytes flips."""
+        """`corrupt` damages frames that are not bytes; by default one bit of the bytes flips.
+        `on_fault` is told each fault as it is injected."""
         self.link = link
+        self._on_fault = on_fault
         self.injected: list[Fault] = []
         self._rules: list[Rule] = []
         self._random = random.Random(seed)
@@ -107,9 +110,12 @@ class FaultyLink:
                 doomed.frame = self._corrupt(doomed.frame, self._random)
         self.link.send(doomed, kind=kind)
         now = asyncio.get_running_loop().time()
-        self.injected += [
+        faults = [
             Fault(action=rule.action, kind=kind, nth=self._seen[kind], at=now) for rule in hits
         ]
+        self.injected += faults
+        for fault in faults:
+            self._on_fault(fault)
 
     def _add(self, rule: Rule) -> FaultyLink:
         if rule.nth is not None and rule.nth < 1:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from netsim.faults import FaultyLink
+from netsim.faults import Fault, FaultyLink
 from netsim.link import Link, LinkLike
 from stages.plan import StepPlan
 
@@ -90,14 +90,26 @@ class Mishaps:
                 return
 
 
-def faulty_links(faults: tuple[LinkFault, ...], *, seed: int) -> Callable[[Link], LinkLike]:
-    """What puts the faults around a stage's links, told apart by their names."""
+INJECTED = "injected on purpose"
+
+
+def faulty_links(
+    faults: tuple[LinkFault, ...], *, seed: int, note: Callable[[str], None]
+) -> Callable[[Link], LinkLike]:
+    """What puts the faults around a stage's links, told apart by their names.
+
+    `note` is given a line for each fault that is injected: a test without a fault tests nothing.
+    """
 
     def wrap(link: Link) -> LinkLike:
         own = [fault for fault in faults if link.name.endswith(f"->{fault.target}")]
         if not own:
             return link
-        faulty = FaultyLink(link, seed=seed)
+
+        def tell(fault: Fault) -> None:
+            note(f"{INJECTED}: {fault.action} of {fault.kind} {fault.nth} on {link.name}")
+
+        faulty = FaultyLink(link, seed=seed, on_fault=tell)
         for fault in own:
             options: dict[str, Any] = {"nth": fault.nth, "share": fault.share}
             if fault.action == "delay":

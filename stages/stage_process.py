@@ -197,7 +197,11 @@ class StageProcess:
             lanes=self._lanes_of(self._spec),
             recorder=self._recorder,
             deliver_to=deliver_to,
-            wrap_link=faulty_links(self._spec.link_faults, seed=self._spec.seed),
+            wrap_link=faulty_links(
+                self._spec.link_faults,
+                seed=self._spec.seed,
+                note=lambda text: stage.control.events.append(text),
+            ),
             session=max(1, int(1000 * (time.time() - self._spec.epoch_s))),
         )
         if self._spec.fleet is not None:

@@ -19,7 +19,7 @@ from ray_pipe.plans import Arm, arms_of
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
 from ray_pipe.workload import gpt_workload
-from stages.mishap import LinkFault, Mishap
+from stages.mishap import INJECTED, LinkFault, Mishap
 from stages.schedule import actions_of
 
 STAGES, STEPS, FATAL, MICRO_BATCHES = 3, 5, 2, 3
@@ -61,6 +61,15 @@ class Ended:
     failures: list[Failure] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     wall_s: float = 0.0
+
+    @property
+    def injected(self) -> list[str]:
+        """The frames that went wrong on purpose."""
+        return [event for event in self.events if event.startswith(INJECTED)]
+
+    def told(self, *words: str) -> int:
+        """How many events have one of these words in them."""
+        return sum(any(word in event for word in words) for event in self.events)
 
 
 def train(
@@ -123,7 +132,43 @@ def kinds_of(schedule: str, stage: int) -> list[str]:
 
 
 def note(path: Path, name: str, ended: Ended) -> None:
-    """Add the measured recoveries of a case to a file of results."""
+    """Add what a case did to a file of results: recoveries by how, frames that healed.
+
+    Recoveries by a warm spare and by a new process are apart: they differ by seconds.
+    """
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    found[name] = [failure.as_dict() for failure in ended.failures]
+    found.setdefault("summary", {})
+    for failure in ended.failures:
+        found.setdefault(way_of(failure), {}).setdefault(name, []).append(failure.as_dict())
+    if ended.injected:
+        found.setdefault("frames", {})[name] = {
+            "injected": ended.injected,
+            "sent_again": ended.told("sent again", "was told to stage"),
+            "arrived_twice": ended.told("arrived twice"),
+        }
+    for way in ("warm", "cold", "nobody_lost"):
+        if way in found:
+            found["summary"][way] = summary_of(found[way])
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def way_of(failure: Failure) -> str:
+    """`warm` if spares took over, `cold` if a new process had to start, else `nobody_lost`."""
+    if not failure.replaced:
+        return "nobody_lost"
+    return "warm" if set(failure.replaced) == set(failure.spares) else "cold"
+
+
+def summary_of(cases: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Seconds of recovery over all cases of one way."""
+    every = (failure["recovery_s"] for failures in cases.values() for failure in failures)
+    times = sorted(seconds for seconds in every if seconds is not None)
+    if not times:
+        return {"recoveries": 0}
+    return {
+        "recoveries": len(times),
+        "best_s": times[0],
+        "median_s": times[len(times) // 2],
+        "p95_s": times[min(len(times) - 1, int(0.95 * len(times)))],
+        "worst_s": times[-1],
+    }

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from killing import FATAL, STAGES, Ended, kinds_of, make_arm, note, points_of, same, train
 
 from ray_pipe.cluster import StageActors
 from ray_pipe.errors import StageDied, TrainingError
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.recovery import PHASES
-from stages.mishap import LinkFault, Mishap
+from stages.mishap import INJECTED, LinkFault, Mishap
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -134,50 +135,163 @@ def test_a_stage_stopped_anywhere_is_replaced(pool: Pool, stage: int, point: str
     stop_and_check(pool, stage, point)
 
 
+def test_the_only_stage_is_replaced_when_it_stops(cluster: None) -> None:
+    """Nobody waits for it, so no deadline runs out: the driver looks after it. The deadline is a
+    minute, the patience twenty of them."""
+    alone = {"pipeline.stages": 1}
+    with StageActors(1) as actors:
+        right = train(actors, make_arm(**alone))
+        ended = train(actors, make_arm(**alone), mishaps=[(0, at("F1", deed="stop"))])
+
+    assert same(ended, right)
+    (failure,) = ended.failures
+    assert (failure.kind, failure.replaced) == ("hung", (0,))
+    assert failure.at_s < 45.0
+
+
+@pytest.mark.chaos
+def test_stages_that_stop_all_at_once_are_replaced(pool: Pool) -> None:
+    """The deadline is a minute, but nobody is left who would wait for it."""
+    mishaps = [(stage, at("update", deed="stop")) for stage in range(STAGES)]
+    ended = pool.check("stop all", mishaps=mishaps)
+
+    (failure,) = ended.failures
+    assert (failure.kind, failure.replaced) == ("hung", tuple(range(STAGES)))
+    assert failure.at_s < 45.0
+
+
+def test_a_stage_stopped_before_it_is_set_up_ends_the_run_by_name(cluster: None) -> None:
+    with StageActors(2) as actors:
+        pid = ray.get(actors.handles[1].ping.remote())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(
+                TrainingError, match=r"stage 1 failed being set up: .*no sign of life for \d+ s"
+            ):
+                train(actors, make_arm(**{"pipeline.stages": 2, "model.layers": 4}))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+# Twelve samples, six a step: from the third step on, frame 7, every sample has its row. Frame 8 has
+# one behind it that shows the gap; frame 9 is the last of its step, so only asking again helps.
+FRAMES = [
+    (0, 1, "activation", 8),
+    (1, 2, "activation", 9),
+    (2, 1, "gradient", 8),
+    (1, 0, "gradient", 9),
+    (1, 0, "control", 3),
+    (0, 2, "control", 3),
+]
+LATE_S = 2.4
+PATIENT = {"deadline_s": "8s", "faults.min_deadline_s": "8s"}  # asks after 2 s, control after 1 s
 LINKS = [
-    (source, LinkFault(target=target, action=action, kind=kind, by_s=0.05 * (action == "delay"),
-                       **how))
+    (codec, source, LinkFault(target=target, action=action, kind=kind, nth=nth,
+                              by_s=LATE_S * (action == "delay")))
+    for codec in ("fp32", "acsgd", "acsgd+zstd")
     for action in ("drop", "duplicate", "delay", "corrupt")
-    for source, target, kind, how in [
-        (0, 1, "activation", {"nth": 2}),
-        (1, 2, "activation", {"share": 0.1}),
-        (2, 1, "gradient", {"nth": 4}),
-        (1, 0, "gradient", {"share": 0.1}),
-        (1, 0, "control", {"nth": 2}),
-        (0, 2, "control", {"nth": 1}),
-    ]
+    for source, target, kind, nth in (FRAMES[1:3] if codec == "acsgd+zstd" else FRAMES)
 ]  # fmt: skip
-PATIENT = {"deadline_s": "8s", "faults.min_deadline_s": "8s", "codec": "fp32"}
+
+
+def healed(fault: LinkFault, ended: Ended) -> int:
+    """How often the run told that it did what this fault takes; a second copy of a message is
+    not even noticed."""
+    if fault.kind == "control":
+        return 1 if fault.action == "duplicate" else ended.told("was told to stage")
+    if fault.action == "duplicate":
+        return ended.told("arrived twice")
+    return ended.told("was sent again") * (fault.action != "delay" or ended.told("arrived twice"))
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("source", "fault"), LINKS, ids=[f"{f.action}-{s}{f.target}-{f.kind}" for s, f in LINKS]
+    ("codec", "source", "fault"),
+    LINKS,
+    ids=[f"{c}-{f.action}-{s}{f.target}-{f.kind}" for c, s, f in LINKS],
 )
 def test_frames_lost_repeated_late_or_damaged_change_nothing(
-    pool: Pool, source: int, fault: LinkFault
+    pool: Pool, codec: str, source: int, fault: LinkFault
 ) -> None:
-    """Uncompressed, so that a cold resend gives the same bits."""
-    pool.check(f"{fault.action} {fault.kind} {source}->{fault.target}", arm=PATIENT,
-               link_faults=[(source, fault)])  # fmt: skip
+    name = f"{codec}: {fault.action} {fault.kind} {fault.nth} {source}->{fault.target}"
+    ended = pool.check(name, arm={**PATIENT, "codec": codec}, link_faults=[(source, fault)])
+
+    what = f"{fault.action} of {fault.kind} {fault.nth} on {source}->{fault.target}"
+    assert ended.injected == [f"{INJECTED}: {what}"]
+    assert healed(fault, ended) >= 1, ended.events
+    assert ended.failures == []
+    assert not ended.told("cold")
+
+
+def test_a_death_while_frames_are_lost_replays_the_same_losses(pool: Pool) -> None:
+    """A replay whose loss differs would end the run: what was sent again must be what it was."""
+    faults = [
+        (source, LinkFault(target=target, action=action, kind=kind, nth=nth))
+        for source, target, kind, nth, action in [
+            (0, 1, "activation", 8, "drop"),
+            (1, 2, "activation", 11, "corrupt"),
+            (2, 1, "gradient", 8, "drop"),
+        ]
+    ]
+    arm = {**PATIENT, "codec": "acsgd+zstd"}
+    ended = pool.check(
+        "kill while frames are lost",
+        arm=arm,
+        mishaps=[(1, at("committed", step=FATAL + 1))],
+        link_faults=faults,
+    )
+
+    assert [failure.stage for failure in ended.failures] == [1]
+    assert len(ended.injected) >= 1
+    assert ended.told("was sent again") >= 1
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(10))
 def test_several_deaths_in_one_run_end_in_the_same_bits(pool: Pool, seed: int) -> None:
+    """Even seeds: one after the other. Odd ones: in the same step, so that the second may come
+    before, with or after the first."""
     source = random.Random(seed)
-    mishaps = []
-    for attempt in range(2):
-        stage = source.randrange(STAGES)
-        point = source.choice(points_of("1f1b", stage))
-        mishaps.append((stage, at(point, attempt=attempt * source.randrange(2))))
-    pool.check(f"several {seed}", arm={"schedule": "1f1b"}, mishaps=mishaps)
+    later = seed % 2 == 0
+    stages = [source.randrange(STAGES) for _ in range(2)]
+    mishaps = [
+        (stage, at(source.choice(points_of("1f1b", stage)), step=FATAL + later * number,
+                   attempt=later * number))
+        for number, stage in enumerate(stages)
+    ]  # fmt: skip
+    ended = pool.check(f"several {seed}", arm={"schedule": "1f1b"}, mishaps=mishaps)
+
+    assert all(failure.kind == "died" for failure in ended.failures)
+    lost = [stage for failure in ended.failures for stage in failure.replaced]
+    if later:
+        assert lost == stages
+    else:
+        assert lost
+        assert set(lost) <= {*stages}
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("codec", ["fp32", "directq+ef", "acsgd+zstd"])
 def test_every_codec_comes_back(pool: Pool, codec: str) -> None:
-    pool.check(f"kill with {codec}", arm={"codec": codec}, mishaps=[(1, at("B0"))])
+    ended = pool.check(f"kill with {codec}", arm={"codec": codec}, mishaps=[(1, at("B0"))])
+
+    (failure,) = ended.failures
+    assert (failure.kind, failure.replaced, failure.source) == ("died", (1,), "box")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_without_a_spare_a_new_process_takes_the_place(cluster: None, stage: int) -> None:
+    """What a recovery takes when nothing is warm, for the record."""
+    with StageActors(STAGES, spares=0) as actors:
+        ended = train(actors, make_arm(), mishaps=[(stage, at("B1"))])
+        right = train(actors, make_arm())
+    if RESULTS:
+        note(Path(RESULTS), f"kill stage {stage} without a spare", ended)
+
+    assert same(ended, right)
+    (failure,) = ended.failures
+    assert (failure.replaced, failure.spares) == ((stage,), ())
 
 
 def test_the_refs_transport_comes_back_too(pool: Pool) -> None:
