@@ -13,6 +13,19 @@ from ray_pipe.recovery import Failure, Kind
 from stages.ends import StageTimeout
 from stages.stage import StageAborted
 
+
+class Silent(RayError):
+    """A stage owes an answer and gives no sign of life."""
+
+    def __init__(self, silent_s: float, doing: str, *, stopped_pid: int | None = None) -> None:
+        why = (
+            "its machine hangs, or is out of reach"
+            if stopped_pid is None
+            else f"its process {stopped_pid} is stopped (SIGSTOP, or a debugger)"
+        )
+        super().__init__(f"no sign of life for {silent_s:.0f} s {doing}: {why}")
+
+
 RANK: dict[Kind, int] = {"died": 0, "error": 1, "hung": 2, "timeout": 3}
 """Of several errors of one failure the root comes first: a death before an error, an error
 before a wait in vain."""
@@ -76,6 +89,8 @@ def _kind(error: BaseException) -> Kind:
     cause = cause_of(error)
     if isinstance(cause, RayActorError):
         return "died"
+    if isinstance(cause, Silent):
+        return "hung"
     # An object that was lost was lost with somebody: who it was shows when all are asked.
     if isinstance(cause, (StageTimeout, StageAborted, RayError)):
         return "timeout"

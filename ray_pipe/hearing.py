@@ -1,6 +1,6 @@
 """After the first error: stop everybody, hear everybody out, and tell the guilty from the waiting.
 
-    no answer to a ping, and its process is stopped as another stage on its node sees   -> guilty
+    no answer to a ping, and its process is stopped as somebody on its node sees        -> guilty
     no answer to a ping within seconds              its machine hangs, or is gone       -> guilty
     answers, but its step has not ended in time     stuck in its own work               -> guilty
     answers, and waits for what a guilty one owes   ends when that one is gone          -> innocent
@@ -21,6 +21,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from ray_pipe.failures import is_death
+from ray_pipe.pulse import is_here
+from stages.process_state import is_stopped
 
 if TYPE_CHECKING:
     from ray_pipe.pipeline import Item, Pipeline
@@ -88,18 +90,20 @@ class Hearing:
         return waiting - self.hung
 
     def _stopped(self, silent: set[int]) -> set[int]:
-        """Of the silent ones, those that were stopped, as another stage on their node can see."""
+        """Of the silent ones, those that were stopped, as the driver, if it is on their node, or
+        another stage there can see."""
         infos, handles = self._pipeline.infos, self._pipeline.handles
+        ours = {i for i in silent if is_here(infos[i])}
+        stopped = {i for i in ours if is_stopped(infos[i]["pid"])}
         witnesses = {infos[i]["node"]: handles[i] for i in range(len(handles)) if i not in silent}
         calls = {
             witnesses[infos[i]["node"]].sees_stopped.remote(infos[i]): i
-            for i in silent
+            for i in silent - ours
             if infos[i]["node"] in witnesses
         }
         if not calls:
-            return set()
+            return stopped
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=SILENT_S)
-        stopped = set()
         for ref in ready:
             with suppress(RayError):
                 if ray.get(ref):

@@ -11,6 +11,7 @@ asks for the records of the steps gets each of them once, in order, whatever hap
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -27,6 +28,7 @@ from ray_pipe.deadlines import Deadlines
 from ray_pipe.errors import TrainingError
 from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
+from ray_pipe.pulse import PULSE_S, Pulse
 from ray_pipe.recovery import Failure
 from ray_pipe.same_source import refuse_other_source
 from stages.crowding import crowding
@@ -235,7 +237,7 @@ class Pipeline:
 
     def finish(self, item: Item) -> None:
         """Wait until every stage has done its part; raises `CallsFailed`."""
-        item.results |= self._results(item.calls, f"in step {item.plan.step}")
+        item.results |= self.results(item.calls, f"in step {item.plan.step}")
         item.calls = {}
 
     def _check_replay(self, step: int, records: Records) -> None:
@@ -265,7 +267,7 @@ class Pipeline:
             self.settle()
             calls = {getattr(handle, method).remote(): i for i, handle in enumerate(self.handles)}
             try:
-                results = self._results(calls, doing)
+                results = self.results(calls, doing)
             except CallsFailed as failed:  # the last step is in the boxes, too
                 self._rescue(Item(plan=self.arm.plan(max(self.losses, default=0))), failed)
                 continue
@@ -318,7 +320,7 @@ class Pipeline:
     def gather(self, calls: dict[Any, int], *, doing: str, step: int = 0) -> list[Any]:
         """The results of one call to each stage, in stage order; raises the first failure."""
         try:
-            results = self._results(calls, doing)
+            results = self.results(calls, doing)
         except CallsFailed as failed:
             errors = failed.errors
             for handle in self.handles:
@@ -333,17 +335,26 @@ class Pipeline:
             raise to_error(failure, doing=doing) from failed
         return [results[index] for index in sorted(results)]
 
-    def _results(self, calls: dict[Any, int], doing: str) -> dict[int, Any]:
-        """Results by stage. A stage that waits for another gives up by itself after its deadline;
-        the patience here is longer, for a stage that hangs in its own work."""
+    def results(self, calls: dict[Any, int], doing: str) -> dict[int, Any]:
+        """Results by stage. A stage that waits for another gives up by itself after its deadline,
+        and one that gives no sign of life is seen by its pulse; the patience here is longer, for
+        a stage that lives and hangs in its own work."""
         timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * self.deadlines.value_s)
+        pulse = Pulse(self.handles, self.infos, doing=doing, crowding=self.crowding)
         results: dict[int, Any] = {}
         waiting = dict(calls)
+        last = time.monotonic()
         while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=PULSE_S)
             if not ready:
-                names = sorted(waiting.values())
-                raise CallsFailed({index: _Silence(names, timeout_s, doing) for index in names})
+                lost = pulse.look(waiting.values())
+                if lost:
+                    raise CallsFailed(dict(lost))
+                if time.monotonic() - last >= timeout_s:
+                    names = sorted(waiting.values())
+                    raise CallsFailed({index: _Silence(names, timeout_s, doing) for index in names})
+                continue
+            last = time.monotonic()
             index = waiting.pop(ready[0])
             try:
                 results[index] = ray.get(ready[0])

@@ -58,14 +58,14 @@ class RefsPipeline(Pipeline):
                 for index, handle in enumerate(self.handles)
             }
             item.calls |= calls
-            squares = [square for own in self._results(calls, doing).values() for square in own]
+            squares = [square for own in self.results(calls, doing).values() for square in own]
             norm, factor = clip_factor(squares, clip=self.arm.config.optim.clip)
         ends = {
             handle.finish_step.remote(factor, norm, token[i]): i
             for i, handle in enumerate(self.handles)
         }
         item.calls |= ends
-        return self._results(ends, doing)
+        return self.results(ends, doing)
 
 
 def _in_order(plan: StepPlan, num_stages: int) -> Iterator[tuple[int, Action]]:

@@ -18,6 +18,7 @@ import torch
 
 from stages.courier import VIEW_NBYTES
 from stages.measure import measure_stage
+from stages.process_state import is_stopped
 from stages.stage_process import StageProcess
 
 
@@ -66,11 +67,7 @@ class ProbeCalls(StageProcess):
     def sees_stopped(self, info: Mapping[str, Any]) -> bool:
         """Whether the stage that `setup` returned `info` of was stopped (SIGSTOP), seen from here,
         the same node."""
-        try:
-            stat = Path(f"/proc/{info['pid']}/stat").read_text(encoding="utf-8")
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return is_stopped(info["pid"])
 
     def end_process(self, info: Mapping[str, Any]) -> bool:
         """Kill the stage that `setup` returned `info` of, if it is on this node and still there."""

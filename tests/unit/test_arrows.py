@@ -37,6 +37,7 @@ SPEAK_RAY = {
     "ray_pipe.machine",
     "ray_pipe.pipeline",
     "ray_pipe.hearing",
+    "ray_pipe.pulse",
     "ray_pipe.replicas",
     "ray_pipe.replica_actors",
     "ray_pipe.replica_members",

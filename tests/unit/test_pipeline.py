@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("ray")
 from test_deadlines import fed
 
 from ray_pipe import pipeline as module
+from ray_pipe import pulse
 from ray_pipe.errors import TrainingError
 from ray_pipe.pipeline import CallsFailed, Pipeline
 from stages.record import StepRecord
@@ -28,46 +30,64 @@ def bare(**attributes: Any) -> Pipeline:
 
 
 class Answers:
-    """Stands for `ray.wait` and `ray.get`: some calls answer, the others never do."""
+    """Stands for Ray in virtual time: some calls answer, the others never do, all stages live."""
 
-    def __init__(self, ready: dict[str, Any]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ready: dict[str, Any]) -> None:
         self.ready = ready
-        self.timeouts: list[float] = []
+        self.now = 0.0
+        self.num_pings = 0
+        ping = SimpleNamespace(remote=self._ping)
+        self.handles = [SimpleNamespace(ping=ping)] * 3
+        for one in (module, pulse):
+            monkeypatch.setattr(one.ray, "wait", self.wait)
+            monkeypatch.setattr(one.ray, "get", self.get)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+    def _ping(self) -> str:
+        self.num_pings += 1
+        return "ping"
 
     def wait(self, refs: list[str], *, num_returns: int, timeout: float) -> tuple[list, list]:
-        self.timeouts.append(timeout)
-        done = [ref for ref in refs if ref in self.ready][:num_returns]
+        done = [ref for ref in refs if ref in self.ready or ref == "ping"][:num_returns]
+        self.now += 0.0 if done else timeout
         return done, [ref for ref in refs if ref not in done]
 
     def get(self, ref: str) -> Any:
-        return self.ready[ref]
+        return self.ready.get(ref)
+
+    def results(self, calls: dict[Any, int], doing: str, **attributes: Any) -> dict[int, Any]:
+        made = bare(handles=self.handles, infos=[], **attributes)
+        return made.results(calls, doing)
 
 
-def test_stages_that_never_answer_are_named_after_the_patience_has_run_out(
+def test_stages_that_live_but_never_answer_are_named_after_the_patience_has_run_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers = Answers({"b": "done"})
-    monkeypatch.setattr(module.ray, "wait", answers.wait)
-    monkeypatch.setattr(module.ray, "get", answers.get)
+    answers = Answers(monkeypatch, {"b": "done"})
 
     with pytest.raises(CallsFailed) as failed:
-        bare()._results({"a": 0, "b": 1, "c": 2}, "in step 5")
+        answers.results({"a": 0, "b": 1, "c": 2}, "in step 5")
 
     assert sorted(failed.value.errors) == [0, 2]
     text = str(failed.value.errors[0])
     assert text.startswith("stages [0, 2] did not answer for 200 s in step 5")
-    assert answers.timeouts == [200.0, 200.0]  # twenty deadlines of ten seconds
+    assert answers.now == 200.0  # twenty deadlines of ten seconds
 
 
 def test_the_patience_is_a_minute_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Answers({"a": 1})
-    monkeypatch.setattr(module.ray, "wait", answers.wait)
-    monkeypatch.setattr(module.ray, "get", answers.get)
+    answers = Answers(monkeypatch, {})
 
-    results = bare(deadlines=fed(*[0.1] * 4, floor_s=0.5))._results({"a": 0}, "being set up")
+    with pytest.raises(CallsFailed):
+        answers.results({"a": 0}, "being set up", deadlines=fed(*[0.1] * 4, floor_s=0.5))
 
-    assert results == {0: 1}
-    assert answers.timeouts == [60.0]
+    assert answers.now == 60.0
+
+
+def test_calls_that_are_answered_at_once_cost_no_ping(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(monkeypatch, {"a": 1, "b": 2})
+
+    assert answers.results({"a": 0, "b": 1}, "being set up") == {0: 1, 1: 2}
+    assert answers.num_pings == 0
 
 
 def record(loss: float) -> StepRecord:
