@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, Self
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.job_config import JobConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -45,6 +46,8 @@ START_TRIES = 3
 """Ray gives its own start on this machine 30 s, which a machine that is busy may not keep."""
 
 CLOSE_TIMEOUT_S = 3.0
+GUEST = -1
+"""Stands for who is no stage of the pipeline."""
 
 
 @contextmanager
@@ -143,6 +146,18 @@ def nodes() -> list[Node]:
         for node in listed()
         if node["Alive"]
     ]
+
+
+class NotIntroduced(ClusterError):
+    """Actors that did not hear who the others are: `errors` says why, by stage."""
+
+    def __init__(self, text: str, errors: dict[int, RayError]) -> None:
+        super().__init__(text, errors)
+        self.text = text
+        self.errors = errors
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class StageActors:
@@ -255,21 +270,37 @@ class StageActors:
             self.spares.tend(spare_homes(self.placement, nodes()), warm_with)
 
     def introduce(self) -> None:
-        """Tell every actor who the others are; returns when all have heard it."""
-        peers = dict(enumerate(self.handles)) | self.guests
-        calls = [handle.connect.remote(peers) for handle in self.handles]
-        calls += [guest.connect.remote(self.handles[0]) for guest in self.guests.values()]
-        self._hear(calls)
+        """Tell every actor who the others are; returns when all have heard it.
 
-    def _hear(self, calls: list[Any]) -> None:
-        try:
-            ray.get(calls, timeout=START_TIMEOUT_S)
-        except RayError as error:
-            raise ClusterError(
+        Raises `NotIntroduced` at the first that cannot, or with all that are late.
+        """
+        peers = dict(enumerate(self.handles)) | self.guests
+        calls = {handle.connect.remote(peers): index for index, handle in enumerate(self.handles)}
+        guests = [guest.connect.remote(self.handles[0]) for guest in self.guests.values()]
+        self._hear(calls | dict.fromkeys(guests, GUEST))
+
+    def _hear(self, calls: dict[Any, int]) -> None:
+        waiting, until_s = dict(calls), time.monotonic() + START_TIMEOUT_S
+        errors: dict[int, RayError] = {}
+        while waiting and not errors:
+            left_s = max(0.0, until_s - time.monotonic())
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
+            if not ready:
+                errors = {index: GetTimeoutError("no answer") for index in waiting.values()}
+                break
+            index = waiting.pop(ready[0])
+            try:
+                ray.get(ready[0])
+            except RayError as error:
+                errors = {index: error}
+        if errors:
+            first = next(iter(errors.values()))
+            raise NotIntroduced(
                 f"{len(self.handles)} stage actors did not start within {START_TIMEOUT_S:.0f} s "
-                f"({type(error).__name__}); does the cluster have room for them (`ray status`), "
-                "and is ray_pipe installed on its nodes?"
-            ) from error
+                f"({type(first).__name__}); does the cluster have room for them (`ray status`), "
+                "and is ray_pipe installed on its nodes?",
+                errors,
+            ) from first
 
     def replace(self, stages: Collection[int], *, avoid: Collection[str] = ()) -> set[int]:
         """New actors for these stages, on their own node or where `placement.move` finds room.

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_pipe.cluster import StageActors
+from ray_pipe.cluster import GUEST, StageActors
 from ray_pipe.planner.placement import Placement
 from stages.sync.post import GENERATOR
 
@@ -75,7 +75,7 @@ class ReplicaActors(StageActors):
                 handle.connect_fleet.remote(self.fleet_of(stage, alive))
                 for stage, handle in enumerate(own)
             ]
-        self._hear(calls)
+        self._hear(dict.fromkeys(calls, GUEST))
 
     def fleet_of(self, stage: int, alive: Collection[int]) -> dict[int, Any]:
         """Whom a stage may write to."""

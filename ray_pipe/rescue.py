@@ -6,22 +6,23 @@ The effects of what `ray_pipe.recovery` decides:
     -> all go back to the newest common step -> what came after it is queued again
 
 The records of steps that all stages have committed are not lost with a stage: its black box has
-them. A failure during the rescue begins it anew, and counts.
+them. A failure during the rescue begins it anew, and counts; when all are at work again, each of
+them has an entry that says where the run went on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from ray_pipe.checkpoint_files import CheckpointError
-from ray_pipe.errors import ClusterError
+from ray_pipe.cluster import GUEST, NotIntroduced
 from ray_pipe.failures import cause_of, is_death, is_out_of_reach, name_failure, to_error
 from ray_pipe.hearing import Hearing
 from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
@@ -32,6 +33,25 @@ if TYPE_CHECKING:
 RESTORE_S = 300.0
 
 
+@dataclass(kw_only=True)
+class Round:
+    """One failure of a rescue: the one that began it, or one that came on the way."""
+
+    failure: Failure
+    start: float
+    lost: tuple[int, ...] = ()
+    warm: set[int] = field(default_factory=set)
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class Interrupted(Exception):
+    """Somebody was lost on the way back."""
+
+    def __init__(self, errors: Mapping[int, BaseException]) -> None:
+        super().__init__(errors)
+        self.errors = dict(errors)
+
+
 class Rescue:
     """One failure of a pipeline, from its first error until all stages are at work again."""
 
@@ -39,60 +59,83 @@ class Rescue:
         self.pipeline = pipeline
         self.step = item.plan.step
         self.errors = dict(errors)
-        self.start = time.monotonic()
-        self.at_s = time.time() - pipeline.epoch_s
-        self.phases: dict[str, float] = {}
-        self.warm: set[int] = set()
+        self.rounds: list[Round] = []
+        self.new: set[int] = set()
+        """Stages that have a new process which is not a stage yet."""
+
+        self.hung: set[int] = set()
+        """Stages whose old process may still be there."""
 
     def recover(self) -> None:
         """Bring the pipeline back, or raise the error that ends the run."""
         pipeline = self.pipeline
         while True:
-            with self._timed("hear_out"):
-                why = f"step {self.step} failed elsewhere"
-                dead, hung = Hearing(pipeline, self.errors, why=why).hold()
+            start, at_s = time.monotonic(), time.time() - pipeline.epoch_s
+            why = f"step {self.step} failed elsewhere"
+            dead, hung = Hearing(pipeline, self.errors, why=why).hold()
             failure = name_failure(
                 self.errors, step=self.step, infos=pipeline.infos, hung=hung, arm=pipeline.arm.name
             )
-            failure = replace(failure, at_s=self.at_s)
+            failure = replace(failure, at_s=at_s)
             limit = pipeline.arm.config.faults.max_failures
             reason = verdict(failure, pipeline.failures, max_failures=limit)
             pipeline.failures.append(failure)
             if reason:
                 raise to_error(failure, doing=f"in step {self.step}", hint=reason)
+            lost = tuple(sorted({*dead, *hung}))
+            self.hung |= hung
+            self.rounds.append(Round(failure=failure, start=start, lost=lost))
+            self._count("hear_out", time.monotonic() - start)
             try:
-                done = self._bring_back(failure, tuple(sorted({*dead, *hung})), hung)
-            except RayError as error:
-                self.errors = {failure.stage: error}
+                self._bring_back()
+            except Interrupted as interrupted:
+                self.errors = interrupted.errors
                 continue
-            pipeline.failures[-1] = done
-            pipeline.on_failure(done)
+            except RayError as error:
+                self.errors = {self._blame(error, failure.stage): error}
+                continue
             return
 
-    def _bring_back(self, failure: Failure, lost: tuple[int, ...], hung: set[int]) -> Failure:
-        pipeline = self.pipeline
-        if failure.kind == "timeout" and not lost:
+    def _blame(self, error: BaseException, default: int) -> int:
+        """The stage whose process an error speaks of."""
+        actor = getattr(cause_of(error), "actor_id", None)
+        ids = [handle._actor_id.hex() for handle in self.pipeline.handles]
+        return ids.index(actor) if actor in ids else default
+
+    def _bring_back(self) -> None:
+        pipeline, this = self.pipeline, self.rounds[-1]
+        if this.failure.kind == "timeout" and not this.lost:
             pipeline.deadlines.stretch()
-        if lost:
-            self._replace(lost, hung)
+        if this.lost or self.new:
+            self._replace(this)
+        everybody_lost = {index for one in self.rounds for index in one.lost}
         with self._timed("ask"):
-            statuses = self._statuses(lost)
+            statuses = self._statuses(everybody_lost)
         with self._timed("restore"):
             decision = self._restore(statuses)
         replayed = self._queue_again(decision.step)
         pipeline.attempt += 1
-        troubles = [text for i in lost if (text := pipeline.infos[i]["box_trouble"])]
-        changed = {decision.sources[i] for i in lost} or {*decision.sources} - {"live"} or {"box"}
+        done = [self._done(one, decision, replayed) for one in self.rounds]
+        pipeline.failures[-len(done) :] = done
+        for failure in done:
+            pipeline.on_failure(failure)
+
+    def _done(self, one: Round, decision: Decision, replayed: int) -> Failure:
+        """The entry of a failure, now that the run goes on."""
+        infos = self.pipeline.infos
+        troubles = [text for i in one.lost if (text := infos[i]["box_trouble"])]
+        sources = decision.sources
+        changed = {sources[i] for i in one.lost} or {*sources} - {"live"} or {"box"}
         return replace(
-            failure,
-            cause="; ".join([failure.cause, *troubles]),
-            replaced=lost,
+            one.failure,
+            cause="; ".join([one.failure.cause, *troubles]),
+            replaced=one.lost,
             resumed_from=decision.step,
             source=sorted(changed)[0],
-            replayed_steps=replayed,
-            recovery_s=time.monotonic() - self.start,
-            spares=tuple(sorted(self.warm & {*lost})),
-            phases=dict(self.phases),
+            replayed_steps=replayed if one is self.rounds[-1] else 0,
+            recovery_s=time.monotonic() - one.start,
+            spares=tuple(sorted(one.warm & {*one.lost})),
+            phases=dict(one.phases),
         )
 
     @contextmanager
@@ -102,37 +145,61 @@ class Rescue:
         try:
             yield
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - start
+            self._count(phase, time.monotonic() - start)
 
-    def _replace(self, lost: tuple[int, ...], hung: set[int]) -> None:
-        """New actors; a node that cannot start one is avoided the second time."""
-        pipeline, actors = self.pipeline, self.pipeline.actors
+    def _count(self, phase: str, seconds: float) -> None:
+        """Every failure that the run has not come back from waits for it."""
+        for one in self.rounds:
+            one.phases[phase] = one.phases.get(phase, 0.0) + seconds
+
+    def _replace(self, this: Round) -> None:
+        """New actors, which become stages."""
+        pipeline, actors, lost = self.pipeline, self.pipeline.actors, this.lost
         avoid = {
             pipeline.infos[index]["node"]
             for index in lost
             if (error := self.errors.get(index)) is not None and is_out_of_reach(cause_of(error))
         }
         with self._timed("process"):
-            self.warm = actors.replace(lost, avoid=avoid)
-            try:
-                actors.introduce()
-            except ClusterError:
-                avoid |= {pipeline.infos[index]["node"] for index in lost}
-                self.warm = actors.replace(lost, avoid=avoid)
-                actors.introduce()
-            for index in hung:
+            this.warm = actors.replace(lost, avoid=avoid)
+            self.new |= {*lost}
+            self._introduce(this, avoid)
+            for index in self.hung:
                 # Ray takes five seconds to end a process that was stopped, and its box is locked.
                 pipeline.handles[index].end_process.remote(pipeline.infos[index])
+            self.hung.clear()
         with self._timed("set_up"):
-            infos = _get(pipeline.set_up(lost, reborn=True))
-            for index in lost:
+            infos = self._get(pipeline.set_up(tuple(sorted(self.new)), reborn=True))
+            for index in self.new:
                 pipeline.infos[index] = infos[index]
             pipeline.check_infos(pipeline.infos)
+            self.new.clear()
 
-    def _statuses(self, lost: tuple[int, ...]) -> list[Status]:
+    def _introduce(self, this: Round, avoid: set[str]) -> None:
+        """Until all know all. Who of the new ones cannot start is tried once more elsewhere; if it
+        is one of the others who is lost, the nodes of the new ones are well, and so are the boxes
+        that lie on them."""
+        pipeline, actors = self.pipeline, self.pipeline.actors
+        for is_last in (False, True):
+            try:
+                actors.introduce()
+            except NotIntroduced as error:
+                stages = {i: why for i, why in error.errors.items() if i != GUEST}
+                others = {i: why for i, why in stages.items() if i not in self.new}
+                if others:
+                    raise Interrupted(others) from error
+                if is_last or not stages:
+                    raise
+                avoid |= {pipeline.infos[index]["node"] for index in stages}
+                this.warm -= stages.keys()
+                this.warm |= actors.replace(sorted(stages), avoid=avoid)
+            else:
+                return
+
+    def _statuses(self, lost: Collection[int]) -> list[Status]:
         """What every stage has; records that the driver has not seen are filled in."""
         pipeline = self.pipeline
-        found = _get({handle.status.remote(): i for i, handle in enumerate(pipeline.handles)})
+        found = self._get({handle.status.remote(): i for i, handle in enumerate(pipeline.handles)})
         for item in pipeline.queue:
             item.calls = {}
             for index, status in found.items():
@@ -151,7 +218,7 @@ class Rescue:
             newest = None if saves is None else saves.newest()
             decision = common_step(statuses, checkpoint=newest)
             if decision.step == FRESH and "fresh" in decision.sources:
-                _get(pipeline.set_up(range(len(pipeline.handles))))
+                self._get(pipeline.set_up(range(len(pipeline.handles))))
                 return decision
             saved: list[Any] = [None] * len(statuses)
             if "checkpoint" in decision.sources:
@@ -161,7 +228,7 @@ class Rescue:
                 except CheckpointError as error:
                     saves.refuse(str(error))
                     continue
-                _get(pipeline.set_up(range(len(pipeline.handles))))
+                self._get(pipeline.set_up(range(len(pipeline.handles))))
                 statuses = [Status(index=i, live=None) for i in range(len(statuses))]
             calls = {
                 handle.restore.remote(decision.step, own): i
@@ -176,6 +243,15 @@ class Rescue:
                 continue
             for index in damaged:
                 statuses[index] = Status(index=index, live=None)
+
+    def _get(self, calls: dict[Any, int]) -> dict[int, Any]:
+        """Results by stage; who is lost meanwhile begins the rescue anew."""
+        from ray_pipe.pipeline import CallsFailed
+
+        try:
+            return self.pipeline.results(calls, "on the way back")
+        except CallsFailed as failed:
+            raise Interrupted(failed.errors) from failed
 
     def _queue_again(self, step: int) -> int:
         """Put what must be run again in front; returns how many steps of it were recorded."""
@@ -198,12 +274,6 @@ class Rescue:
         pipeline.queue.clear()
         pipeline.queue.extend([*replays, *kept])
         return len(replays)
-
-
-def _get(calls: dict[Any, int]) -> dict[int, Any]:
-    """Results by stage, or the first error."""
-    results = ray.get(list(calls), timeout=RESTORE_S)
-    return dict(zip(calls.values(), results, strict=True))
 
 
 def _failed(calls: dict[Any, int]) -> dict[int, RayError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from ray_pipe import rescue as module
 from ray_pipe.checkpoint_files import CheckpointError
-from ray_pipe.recovery import Status
+from ray_pipe.cluster import NotIntroduced
+from ray_pipe.errors import ClusterError, StageDied
+from ray_pipe.pipeline import CallsFailed
+from ray_pipe.recovery import PHASES, Failure, Status
 from ray_pipe.rescue import Rescue
 from stages.state import StateError
 
@@ -65,6 +69,9 @@ class Pipeline:
     def set_up(self, stages: range) -> dict[Any, int]:
         self.num_set_ups += 1
         return {("set up", index, None): index for index in stages}
+
+    def results(self, calls: dict[Any, int], doing: str) -> dict[int, Any]:
+        return {index: call[-1] for call, index in calls.items()}
 
     def _stage(self, index: int) -> Any:
         def restore(step: int, saved: Any) -> Any:
@@ -119,3 +126,182 @@ def test_a_checkpoint_that_a_stage_refuses_is_done_without_and_boxes_are_gone_by
 
     assert (decision.step, decision.sources) == (3, ("checkpoint", "checkpoint"))
     assert pipeline.checkpoints.refused == ["not mine"]
+
+
+# --- failures on the way back ---------------------------------------------------------------------
+
+
+class Crew:
+    """Three stages on three nodes, all of them at step 6; who dies when is scripted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, heard: list[tuple[set, set]]) -> None:
+        """`heard` is what each hearing finds: the dead, and the hung."""
+        self.replaced: list[tuple[tuple[int, ...], set[str]]] = []
+        self.introductions: list[NotIntroduced | None] = []
+        self.set_ups: list[tuple[int, ...]] = []
+        self.asked: list[str] = []
+        self.fail_at: dict[str, list[dict[int, Exception]]] = {}
+        self.ended: list[int] = []
+        found = iter(heard)
+        self.blamed: list[set[int]] = []
+
+        class Heard:
+            def __init__(self, pipeline: Any, errors: dict[int, Any], *, why: str) -> None:
+                crew.blamed.append(set(errors))
+                for index in crew.coming[0]:
+                    errors.setdefault(index, ActorDiedError())
+
+            def hold(self) -> tuple[set[int], set[int]]:
+                crew.coming = crew.coming[1:]
+                return next(found)
+
+        crew = self
+        self.coming = [dead for dead, _ in heard]
+        monkeypatch.setattr(module, "Hearing", Heard)
+        monkeypatch.setattr(module, "ray", FakeRay())
+        handles = [self._handle(index) for index in range(3)]
+        self.pipeline: Any = SimpleNamespace(
+            handles=handles,
+            actors=SimpleNamespace(replace=self._replace, introduce=self._introduce),
+            infos=[
+                {"node": f"node {i}", "actor": f"{i}", "pid": i, "box_trouble": ""}
+                for i in range(3)
+            ],
+            checkpoints=None,
+            epoch_s=0.0,
+            attempt=0,
+            losses={},
+            queue=deque(),
+            failures=[],
+            told=[],
+            arm=SimpleNamespace(
+                name="acsgd", config=SimpleNamespace(faults=SimpleNamespace(max_failures=-1))
+            ),
+            check_infos=lambda infos: None,
+            set_up=self._set_up,
+            results=self._results,
+        )
+        self.pipeline.on_failure = self.pipeline.told.append
+
+    def _handle(self, index: int) -> Any:
+        def call(name: str) -> Any:
+            return SimpleNamespace(remote=lambda *args: (name, index, None))
+
+        def end(info: Any) -> None:
+            self.ended.append(index)
+
+        return SimpleNamespace(
+            status=call("status"),
+            restore=call("restore"),
+            end_process=SimpleNamespace(remote=end),
+            _actor_id=b"%d" % index,
+        )
+
+    def _replace(self, stages: Any, *, avoid: set[str]) -> set[int]:
+        self.replaced.append((tuple(stages), set(avoid)))
+        return set(stages)
+
+    def _introduce(self) -> None:
+        error = self.introductions.pop(0) if self.introductions else None
+        if error is not None:
+            raise error
+
+    def _set_up(self, stages: tuple[int, ...], *, reborn: bool) -> dict[Any, int]:
+        assert reborn
+        self.set_ups.append(stages)
+        return {("set up", index): index for index in stages}
+
+    def _results(self, calls: dict[Any, int], doing: str) -> dict[int, Any]:
+        what = next(iter(calls))[0]
+        if self.fail_at.get(what):
+            raise CallsFailed(dict(self.fail_at[what].pop(0)))
+        if what == "set up":
+            return {i: {**self.pipeline.infos[i]} for i in calls.values()}
+        return {i: SimpleNamespace(live=6, box=(5, 6), records=()) for i in calls.values()}
+
+    def recover(self, first: int = 1) -> list[Failure]:
+        item: Any = SimpleNamespace(plan=SimpleNamespace(step=7))
+        Rescue(self.pipeline, item, {first: ActorDiedError()}).recover()
+        found: list[Failure] = self.pipeline.failures
+        return found
+
+
+def test_each_failure_on_the_way_back_says_where_the_run_went_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[({1}, set()), ({2}, set())])
+    crew.fail_at["status"] = [{2: ActorDiedError()}]
+
+    first, second = crew.recover()
+
+    assert (first.stage, second.stage) == (1, 2)
+    assert first.resumed_from == second.resumed_from == 6
+    assert (first.replaced, second.replaced) == ((1,), (2,))
+    assert (first.source, second.source) == ("box", "box")
+    assert first.recovery_s is not None
+    assert second.recovery_s is not None
+    assert first.recovery_s >= second.recovery_s
+    assert set(first.phases) == set(second.phases) == {*PHASES}
+    assert crew.pipeline.told == [first, second]
+
+
+def test_a_failure_that_ends_the_run_on_the_way_back_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[({1}, set())] * 3)
+    crew.fail_at["set up"] = [{1: ActorDiedError()}] * 2
+
+    with pytest.raises(StageDied, match="step 7 failed 3 times in a row"):
+        crew.recover()
+
+    assert [failure.resumed_from for failure in crew.pipeline.failures] == [None] * 3
+    assert crew.pipeline.told == []
+
+
+def test_a_survivor_that_dies_meanwhile_does_not_cost_the_lost_stage_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its black box lies there: elsewhere the run would begin anew."""
+    crew = Crew(monkeypatch, heard=[({1}, set()), ({2}, set())])
+    crew.introductions = [NotIntroduced("lost", {2: ActorDiedError()})]
+
+    first, second = crew.recover()
+
+    assert crew.replaced == [((1,), set()), ((2,), set())]
+    assert crew.blamed == [{1}, {2}]
+    assert crew.set_ups == [(1, 2)]  # the one that had a new process already as well
+    assert (first.source, second.source) == ("box", "box")
+
+
+def test_a_survivor_that_stops_meanwhile_is_heard_and_the_hung_one_is_still_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[(set(), {1}), (set(), {0})])
+    crew.introductions = [NotIntroduced("late", {0: GetTimeoutError("no answer")})]
+
+    crew.recover()
+
+    assert crew.replaced == [((1,), set()), ((0,), set())]
+    assert sorted(crew.ended) == [0, 1]
+
+
+def test_a_new_process_that_cannot_start_is_tried_once_more_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[({1}, set())])
+    crew.introductions = [NotIntroduced("late", {1: GetTimeoutError("no answer")})]
+
+    (failure,) = crew.recover()
+
+    assert crew.replaced == [((1,), set()), ((1,), {"node 1"})]
+    assert failure.replaced == (1,)
+
+
+def test_when_it_cannot_start_elsewhere_either_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[({1}, set())])
+    crew.introductions = [NotIntroduced("late", {1: GetTimeoutError("no answer")})] * 2
+
+    with pytest.raises(ClusterError):
+        crew.recover()
