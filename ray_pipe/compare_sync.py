@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -102,6 +103,9 @@ class Plan:
     real_steps: int = 0
     """Steps of each trial on Ray; 0 leaves Ray alone."""
 
+    out: str = ""
+    resume: bool = False
+
     @classmethod
     def of(cls, args: argparse.Namespace) -> Plan:
         """Refuses what cannot work, with the way out."""
@@ -148,7 +152,8 @@ class Plan:
             )
         return cls(
             strategies=fitting, sizes=sizes, slow=args.slow, seconds=seconds, costs=costs,
-            seed=args.seed, real_steps=args.real_steps if args.real else 0,
+            seed=args.seed, real_steps=args.real_steps if args.real else 0, out=args.out,
+            resume=args.resume,
         )  # fmt: skip
 
     @property
@@ -158,8 +163,10 @@ class Plan:
 
     def run(self, err: TextIO) -> Iterator[Row]:
         """One row after the other; tells on `err` what it is at."""
+        from ray_pipe.compare_sync_kept import KeptTrials
         from stages.sync.trial import run_trial
 
+        kept = KeptTrials(self.out, resume=self.resume)
         places = [(num, name) for num in self.sizes for name in self.strategies]
         total = (len(places) + len(self.strategies) * bool(self.real_steps)) * len(self.cases)
         teller = _Teller(err, total)
@@ -167,10 +174,15 @@ class Plan:
             trials = {}
             for case, slow in self.cases.items():
                 with teller(f"{name}, {num} replicas, {case}") as tell:
-                    trials[case] = run_trial(
-                        self.strategies[name], num_replicas=num, slow=slow, seconds=self.seconds,
-                        costs=self.costs, seed=self.seed,
-                    )  # fmt: skip
+                    sync = self.strategies[name]
+                    asked: dict[str, Any] = {
+                        "num_replicas": num, "slow": slow, "seconds": self.seconds,
+                        "seed": self.seed,
+                    }  # fmt: skip
+                    trials[case] = kept.get(
+                        {"sync": asdict(sync), "costs": asdict(self.costs), **asked},
+                        partial(run_trial, sync, costs=self.costs, **asked),
+                    )
                     tell(trials[case])
             yield Row(strategy=name, num_replicas=num, is_real=False, cases=trials)
         if self.real_steps:
@@ -282,6 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="some strategies, joined by ';'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/compare-sync", help="folder for picture and JSON")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what a comparison that was stopped left there"
+    )
     parser.add_argument("--json", action="store_true", help="print the JSON, not the table")
     return parser
 

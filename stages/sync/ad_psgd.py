@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stages.sync.exchange import Exchange
-from stages.sync.patience import Patience
+from stages.sync.patience import Patience, saw_exchange
 from stages.sync.post import Post
 from stages.sync.slowness import draw
 from stages.sync.strategy import At, MemberEvent, Plain, State, SyncPlan, SyncResult
@@ -63,7 +63,7 @@ class AdPsgd(Plain):
         self._open = None
         if plan.peers:
             self.num_met += 1
-            self._patience.saw(max(result.waited_s for result in results))
+            saw_exchange(self._patience, results)
 
     def on_member(self, event: MemberEvent) -> None:
         if event.epoch <= self.epoch:

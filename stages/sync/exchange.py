@@ -48,7 +48,10 @@ class Handle:
 class Exchange:
     """The exchanges of one stage, one at a time."""
 
-    def __init__(self, post: Post, coder: Coder, *, lane: Lane | None = None) -> None:
+    def __init__(
+        self, post: Post, coder: Coder, *, lane: Lane | None = None, history: int = 8
+    ) -> None:
+        """`history` published updates are kept for neighbours that lost one."""
         self.post = post
         self.coder = coder
         self.inbox = Inbox(post, (*OPS, "gift", "met"))
@@ -56,7 +59,7 @@ class Exchange:
         self._collective = Collective(
             me=post.replica, inbox=self.inbox, coder=coder, lane=self._lane
         )
-        self.updates = Updates(post=post, coder=coder, lane=self._lane)
+        self.updates = Updates(post=post, coder=coder, lane=self._lane, history=history)
         self.swap = Swap(post=post, inbox=self.inbox, coder=coder, lane=self._lane)
         self.anchor: Any = None
         """What all replicas started from; lossy codecs code the way from it, which is smaller."""
@@ -132,6 +135,7 @@ class Exchange:
             self.coder.abort()
             raise
         self.coder.commit()
+        has_loss = self.inbox.loss_of((plan.epoch, plan.number)) > 0
         self.inbox.close((plan.epoch, plan.number))
         if result.value is not None:
             self._last = (plan.number, result.value)
@@ -142,6 +146,7 @@ class Exchange:
             contributors=result.contributors,
             nbytes=result.nbytes,
             waited_s=waited_s,
+            has_loss=has_loss,
         )
 
     def _from_anchor(self, vector: Any) -> Any:

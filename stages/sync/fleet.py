@@ -176,7 +176,7 @@ class Fleet:
             for stage in range(self.num_stages)
         ]
         make = self.coder_of or self._parts.coder
-        exchanges = [Exchange(post, make()) for post in posts]
+        exchanges = [Exchange(post, make(), history=self._parts.history) for post in posts]
         rules = [self._parts.rule() for _ in posts]
         replica = Replica(
             index=index,

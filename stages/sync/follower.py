@@ -15,6 +15,7 @@ from stages.stage import Stage
 from stages.sync.orders import PATIENT, plan_from_body
 from stages.sync.seat import LinkTo, Seat
 from stages.sync.strategy import Interrupted, State, SyncResult
+from stages.sync.updates import spent
 
 
 class Follower(Seat):
@@ -71,7 +72,7 @@ class Follower(Seat):
             await self.take(k, result)
             for source, tag in plan.versions.items():
                 if source != self.replica:
-                    self._forget_before(source, tag)
+                    self._forget_before(source, spent(tag, plan.number))
 
     def _tell_report(self, number: int, result: SyncResult) -> None:
         body = {
@@ -79,6 +80,7 @@ class Follower(Seat):
             "members": list(result.contributors),
             "nbytes": result.nbytes,
             "waited_s": result.waited_s,
+            "has_loss": result.has_loss,
         }
         self.stage.control.tell(0, self.plan.turn, body)
 
@@ -102,7 +104,11 @@ class Follower(Seat):
         self._tell_have(source)
 
     def _tell_have(self, source: int) -> None:
-        have = [[source, tag, before] for tag, before in sorted(self._have.get(source, {}).items())]
+        lost = self.exchange.updates.lost
+        have = [
+            [source, tag, before, (source, tag) in lost]
+            for tag, before in sorted(self._have.get(source, {}).items())
+        ]
         if have:
             self.stage.control.request(0, self.stage.turn, {"op": "sync", "have": have})
 

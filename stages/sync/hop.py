@@ -35,9 +35,12 @@ from stages.sync.strategy import (
     SyncPlan,
     SyncTimeout,
 )
-from stages.sync.updates import START
+from stages.sync.updates import START, spent
 
 NEVER = 1 << 62
+WAVE = 4
+"""A replica that waited for a lost letter is late; its neighbours are at the next iteration, theirs
+at the one after. So many iterations on the wave is no longer to be told from anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class Hop(Plain):
         self._parts: dict[tuple[int, int], int] = {}  # source, tag -> stages that have it
         self._mixed = START
         self._has_joined = False
+        self._loss = 0  # how late, in steps of the wave, this replica is because a letter was lost
+        self._losses: dict[int, int] = {}  # the same, of neighbours
         self._changed = asyncio.Event()
         for exchange in exchanges:
             exchange.updates.on_update = self._note
@@ -127,7 +132,7 @@ class Hop(Plain):
         versions = {j: self._version(j, tag) for j in weights if self._here.get(j)}
         self._mixed = max(self._mixed, tag)
         for source, chosen in versions.items():
-            self._forget_before(source, chosen)
+            self._forget_before(source, spent(chosen, tag))
         own = {self._me: plan.versions[self._me]} if self._me in plan.versions else {}
         return replace(plan, weights=weights, versions=own | versions)
 
@@ -164,8 +169,10 @@ class Hop(Plain):
 
     def _grant(self, k: int) -> None:
         """Against the edges, to those who send to me, once `k` is really entered."""
+        body = {"loss": self._loss} if self._loss else None
         for source in self.graph.into(self._me):
-            self._post.send(source, "token", epoch=self.epoch, number=k)
+            self._post.send(source, "token", epoch=self.epoch, number=k, body=body)
+        self._loss = max(0, self._loss - 1)
 
     def _step(self) -> int:
         if not self.options.max_jump:
@@ -183,9 +190,14 @@ class Hop(Plain):
         return sum(self._has(j, tag) for j in need) >= len(need) - self.options.backup_workers
 
     def _version(self, source: int, tag: int) -> int:
-        if not self.options.staleness and tag in self._here[source]:
-            return tag
-        return self._newest(source)
+        """The newest that is not from after `tag`; of a neighbour that has just come, the first.
+
+        What it sent after that will be waited for by its tag.
+        """
+        if self.options.staleness:
+            return self._newest(source)
+        here = self._here[source]
+        return max((found for found in here if found <= tag), default=min(here))
 
     # --- what has come --------------------------------------------------------------------------
 
@@ -227,9 +239,11 @@ class Hop(Plain):
         source = header.replica
         if source in self.graph.nodes:
             self._entered[source] = max(self._entered.get(source, 0), header.step)
+            self._losses[source] = header.body.get("loss", 0)
             self._changed.set()
             if header.body.get("ask"):
-                self._post.send(source, "token", epoch=self.epoch, number=self.k)
+                body = {"loss": WAVE}
+                self._post.send(source, "token", epoch=self.epoch, number=self.k, body=body)
 
     async def _until(
         self,
@@ -245,6 +259,7 @@ class Hop(Plain):
         loop = asyncio.get_running_loop()
         start = loop.time()
         limit_s = self._patience.limit_s
+        waited_for = missing()
         for _ in range(NUM_LIMITS):
             try:
                 async with asyncio.timeout(limit_s):
@@ -255,13 +270,23 @@ class Hop(Plain):
                 self._ask_again(missing(), tag)
                 limit_s *= 2
             else:
-                self._patience.saw(loop.time() - start)
+                self._saw(loop.time() - start, waited_for, tag)
                 return
         raise SyncTimeout(
             f"replica {self._me} waited {loop.time() - start:.1f} s for a {what} of replicas "
             f"{missing()} at iteration {self.k}, and nobody declared them dead; if they are that "
             "slow, raise `deadline_s`, or set sync.backup_workers or sync.skip"
         )
+
+    def _saw(self, waited_s: float, waited_for: list[int], tag: int | None) -> None:
+        """A wait is over. If a letter was lost, here or on the way here, it is no measure."""
+        loss = max((self._losses.get(other, 0) for other in waited_for), default=0) - 1
+        if any((j, tag) in e.updates.lost for j in waited_for for e in self._exchanges):
+            loss = WAVE
+        if loss >= 0:
+            self._loss = max(self._loss, loss)
+        else:
+            self._patience.saw(waited_s)
 
     def _ask_again(self, silent: list[int], tag: int | None) -> None:
         for other in silent:
@@ -293,7 +318,7 @@ class Hop(Plain):
         self._changed.set()
 
     def _forget(self, replica: int) -> None:
-        for table in (self._entered, self._first, self._here):
+        for table in (self._entered, self._first, self._here, self._losses):
             table.pop(replica, None)
         self._parts = {key: n for key, n in self._parts.items() if key[0] != replica}
         for exchange in self._exchanges:

@@ -100,8 +100,8 @@ class Leader(Seat):
     def on_word(self, header: FrameHeader) -> None:
         """Another stage tells which updates it has."""
         updates = self._others[header.source - 1].updates
-        for source, tag, before in header.body.get("have", ()):
-            updates.heard(source, tag, before)
+        for source, tag, before, is_lost in header.body.get("have", ()):
+            updates.heard(source, tag, before, is_lost=is_lost)
 
     def on_member(self, event: MemberEvent) -> None:
         self.loop.on_member(event)

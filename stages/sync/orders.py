@@ -52,19 +52,23 @@ class RemoteUpdates:
         self._say = say
         self._heard: dict[int, set[int]] = {}
         self._floor: dict[int, int] = {}
+        self.lost: set[tuple[int, int]] = set()
         self.on_update: Callable[[int, int, int], None] = lambda source, tag, before: None
 
-    def heard(self, source: int, tag: int, before: int) -> None:
+    def heard(self, source: int, tag: int, before: int, *, is_lost: bool = False) -> None:
         """The stage has an update; it says so more than once, it counts once."""
         known = self._heard.setdefault(source, set())
         if tag not in known and tag >= self._floor.get(source, -1):
             known.add(tag)
+            if is_lost:
+                self.lost.add((source, tag))
             self.on_update(source, tag, before)
 
     def forget_before(self, source: int, tag: int) -> None:
         """The stage does the same when it takes what was mixed."""
         self._floor[source] = max(tag, self._floor.get(source, -1))
         self._heard[source] = {old for old in self._heard.get(source, ()) if old >= tag}
+        self.lost = {(j, t) for j, t in self.lost if j != source or t >= tag}
 
     def drop(self, source: int) -> None:
         """A neighbour is gone."""
@@ -142,7 +146,10 @@ class RemoteExchange:
         if plan.op in ("reduce", "fetch") and not plan.keep:
             self.last_number = plan.number
         return SyncResult(
-            contributors=tuple(body["members"]), nbytes=body["nbytes"], waited_s=body["waited_s"]
+            contributors=tuple(body["members"]),
+            nbytes=body["nbytes"],
+            waited_s=body["waited_s"],
+            has_loss=body["has_loss"],
         )
 
     def refuse_before(self, epoch: int) -> None:

@@ -9,9 +9,11 @@ patient for the rest of the run; a peer that is always slow moves the median and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
+
+from stages.sync.strategy import SyncResult
 
 _SIGMA_PER_MAD = 1.4826  # of a normal distribution
 
@@ -76,3 +78,13 @@ class Patience:
         self._seen.extend(map(float, state["seen"]))
         self._grown = float(state["grown"])
         self._limit = None
+
+
+def saw_exchange(patience: Patience, results: Sequence[SyncResult]) -> None:
+    """An exchange has ended well at every stage.
+
+    One in which letters were lost took the limit itself, and more: counted, it would raise the
+    limit, and the next loss would take longer still.
+    """
+    if not any(result.has_loss for result in results):
+        patience.saw(max(result.waited_s for result in results))

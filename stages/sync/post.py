@@ -32,6 +32,11 @@ NUM_LIMITS = 10
 LETTERS = WireFormat(pack=scatter)
 """Large tensors stay where they are until the transport takes them: they must not change."""
 
+LOST = 2
+"""Mark of a letter that comes late because one was lost: it was asked for again (2), its sender
+waited for such a one in the same exchange (2), or in the one before (1). How long it was waited for
+says nothing about how long such waits take (Karn's rule)."""
+
 GENERATOR = -1
 """The Group Generator's address among the replicas."""
 
@@ -116,6 +121,8 @@ class Inbox:
         self._floor = (-1, -1)
         self._min_epoch = -1
         self._cancelled: set[tuple[int, int]] = set()
+        self._losses: dict[tuple[int, int], int] = {}  # exchange -> highest mark of its letters
+        self._loss_before = 0  # what is left of the mark of the exchange before
         self.num_duplicates = 0
         self.num_asked = 0
         self.on_late: Callable[[list[int], float], None] | None = None
@@ -130,7 +137,20 @@ class Inbox:
         epoch, number = tag
         self._sent.setdefault(target, {})[op, epoch, number, part, self._post.replica] = packet
         self._written_to.add(target)
-        return self._post.send(target, op, epoch=epoch, number=number, part=part, packet=packet)
+        loss = self.loss_of(tag)
+        return self._post.send(
+            target,
+            op,
+            epoch=epoch,
+            number=number,
+            part=part,
+            body={"loss": loss} if loss else None,
+            packet=packet,
+        )
+
+    def loss_of(self, tag: tuple[int, int]) -> int:
+        """Whether an exchange took longer because letters were lost, here or elsewhere: see LOST"""
+        return max(self._losses.get(tag, 0), self._loss_before)
 
     async def collect(
         self, op: str, tag: tuple[int, int], wanted: Iterable[tuple[int, int]], *, limit_s: float
@@ -151,7 +171,10 @@ class Inbox:
         What was sent in it is kept until the next one *with the same peer* is over, which proves
         that the peer had it: others may come between, while it still asks.
         """
+        self._loss_before = max(0, self.loss_of(tag) - 1)
         self._floor = max(self._floor, tag)
+        if self._losses:
+            self._losses = {other: m for other, m in self._losses.items() if other > self._floor}
         if self._letters:
             floor = self._floor
             self._letters = {k: v for k, v in self._letters.items() if k[1:3] > floor}
@@ -198,6 +221,8 @@ class Inbox:
             self.num_duplicates += 1
             return
         assert packet is not None
+        if "loss" in header.body:
+            self._losses[tag] = max(self._losses.get(tag, 0), header.body["loss"])
         self._letters[key] = packet
         wait = self._waits.pop(key, None)
         if wait is not None:
@@ -210,7 +235,13 @@ class Inbox:
         kept = self._sent.get(header.replica, {}).get(key)
         if kept is not None:
             self._post.send(
-                header.replica, key[0], epoch=tag[0], number=tag[1], part=key[3], packet=kept
+                header.replica,
+                key[0],
+                epoch=tag[0],
+                number=tag[1],
+                part=key[3],
+                body={"loss": LOST},
+                packet=kept,
             )
 
     async def _wait(self, tag: tuple[int, int], missing: set[Key], limit_s: float) -> None:

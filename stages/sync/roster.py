@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.sync.patience import Patience
+from stages.sync.patience import Patience, saw_exchange
 from stages.sync.post import Post
 from stages.sync.strategy import Exchanger, MemberEvent, Plain, State, SyncPlan, SyncResult
 
@@ -37,7 +37,7 @@ class Roster(Plain):
         return tuple(sorted({*self._members, *coming}))
 
     def finished(self, plan: SyncPlan, results: Sequence[SyncResult]) -> None:
-        self._patience.saw(max(result.waited_s for result in results))
+        saw_exchange(self._patience, results)
 
     def on_member(self, event: MemberEvent) -> None:
         """From the next plan on the others go on with the members that are left, or come."""

@@ -49,7 +49,9 @@ class Seat:
         self.replica = spec.replica
         self.post = Post(replica=spec.replica, stage=spec.index, link_to=link_to)
         self.parts = Assembly(self.fleet.sync, self.fleet.members)
-        self.exchange = Exchange(self.post, self.parts.coder(), lane=stage.lanes.transmit)
+        self.exchange = Exchange(
+            self.post, self.parts.coder(), lane=stage.lanes.transmit, history=self.parts.history
+        )
         self.rule: Rule = self.parts.rule()
         self.shard = StageShard(stage.compute)
         anchor = self.shard.parameters()

@@ -128,6 +128,12 @@ class Assembly:
         """What codes the vectors of one stage."""
         return VectorCoder(self.spec.payload)
 
+    @property
+    def history(self) -> int:
+        """Updates that a stage keeps: of as many iterations as a neighbour may be behind, of the
+        one that runs, and of the one before, which a replica that jumps asks for."""
+        return self.spec.max_gap + 2
+
     def rule(self) -> Rule:
         """The arithmetic of one stage."""
         return RULES[self.spec.name](self.spec)

@@ -69,6 +69,8 @@ class SyncResult:
     contributors: tuple[int, ...] = ()
     nbytes: int = 0
     waited_s: float = 0.0
+    has_loss: bool = False
+    """Letters were lost meanwhile: such a wait is no measure of the next ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

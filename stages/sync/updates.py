@@ -19,11 +19,20 @@ from compressors.base import Packet
 from compressors.frame import FrameHeader
 from stages.lanes import Lane
 from stages.sync.payload import Coder
-from stages.sync.post import Post
+from stages.sync.post import LOST, Post
 from stages.sync.strategy import State, SyncPlan, SyncResult
 
 START = -1
 """The tag before the first."""
+
+
+def spent(mixed: int, tag: int) -> int:
+    """Versions before this will not be mixed any more, once `mixed` was at iteration `tag`.
+
+    A neighbour that joins is mixed before it counts: perhaps with a version from after `tag`, and
+    those between will still be waited for.
+    """
+    return min(mixed, tag + 1)
 
 
 class Updates:
@@ -44,6 +53,9 @@ class Updates:
         self._busy: asyncio.Task[None] | None = None
         self._decoding: set[asyncio.Task[None]] = set()
         self.num_duplicates = 0
+        self.lost: set[tuple[int, int]] = set()
+        """Source and tag of updates that are here because they were asked for again."""
+
         self.on_update: Callable[[int, int, int], None] = lambda source, tag, before: None
         """Hears `(source, tag, the source's tag before it)` of every update that is here."""
 
@@ -80,6 +92,8 @@ class Updates:
         newest = max(versions, default=START)
         for old in [t for t in versions if t < tag and t != newest]:
             del versions[old]
+        if self.lost:
+            self.lost = {(j, t) for j, t in self.lost if j != source or t >= tag}
 
     def drop(self, source: int) -> None:
         """A neighbour is gone."""
@@ -151,10 +165,21 @@ class Updates:
         packet, read = self._coder.encode("update", change)
         return packet, self._coder.combine([last, read], [1.0, 1.0])
 
-    def _send(self, target: int, tag: int, last: int, *, cold: bool, packet: Packet | None) -> None:
+    def _send(
+        self,
+        target: int,
+        tag: int,
+        last: int,
+        *,
+        cold: bool,
+        packet: Packet | None,
+        is_answer: bool = False,
+    ) -> None:
         if packet is None:
             packet, _ = self._coder.encode("update", self._published[tag], exact=True)
-        body = {"last": last} if not cold else {"last": last, "cold": True}
+        body: dict[str, Any] = {"last": last} if not cold else {"last": last, "cold": True}
+        if is_answer:
+            body["loss"] = LOST
         self._post.send(target, "update", number=tag, body=body, packet=packet)
 
     def _on_want(self, header: FrameHeader, packet: Packet | None) -> None:
@@ -162,7 +187,7 @@ class Updates:
         if header.step in self._published:
             place = tags.index(header.step)
             last = tags[place - 1] if place else header.step - 1
-            self._send(header.replica, header.step, last, cold=True, packet=None)
+            self._send(header.replica, header.step, last, cold=True, packet=None, is_answer=True)
 
     def _on_update(self, header: FrameHeader, packet: Packet | None) -> None:
         assert packet is not None
@@ -186,6 +211,8 @@ class Updates:
         if source not in self._versions or tag in versions:
             return  # gone, or here, meanwhile
         versions[tag] = vector
+        if "loss" in header.body:
+            self.lost.add((source, tag))
         self.on_update(source, tag, last)
         for waiting in self._early.pop(source, []):
             await self._take_in(*waiting)

@@ -84,3 +84,20 @@ def test_the_hyphen_is_understood_too(monkeypatch: Any, capsys: Any) -> None:
 
     assert end.value.code == REFUSED
     assert "give numbers from 4" in capsys.readouterr().err
+
+
+def test_trials_that_are_done_are_not_run_again(tmp_path: Path) -> None:
+    few = ["--replicas", "4", "--seconds", "10s", "--only", "ripples, pairs", "--json"]
+    _, first, _ = compared(tmp_path, *few)
+    kept = (tmp_path / "here" / "trials.jsonl").read_text()
+    assert len(kept.splitlines()) == 4  # all-reduce comes with them
+    marked = kept.replace('"largest_gap": 1,', '"largest_gap": 7777,')
+    (tmp_path / "here" / "trials.jsonl").write_text(marked)
+
+    _, again, _ = compared(tmp_path, *few, "--resume")
+    _, other, _ = compared(tmp_path, *few, "--resume", "--seed", "1")
+    _, anew, _ = compared(tmp_path, *few)
+
+    assert "7777" in again
+    assert "7777" not in other
+    assert anew == first

@@ -15,6 +15,7 @@ from compressors.registry import CodecSpec
 from netsim.clock import Deadlock, run_virtual
 from netsim.faults import FaultyLink
 from netsim.topology import Topology
+from stages.ends import FRAMES
 from stages.sync.fleet import Fleet, num_nodes
 from stages.sync.hop import Hop, HopOptions
 from stages.sync.mixing import Graph, GraphError, directed_ring, double_ring, ring, ring_based
@@ -408,6 +409,36 @@ def test_lost_updates_and_tokens_are_asked_for_again(sync: SyncSpec) -> None:
     )
 
     assert all(torch.equal(a.x, b.x) for a, b in zip(trainers, expected))
+
+
+class LosesOnce:
+    """A link that loses the first letter with the update of one iteration."""
+
+    def __init__(self, link: Any, tag: int) -> None:
+        self.link = link
+        self._tag: int | None = tag
+
+    def send(self, frame: Any, *, kind: str) -> None:
+        if kind == "replica" and FRAMES.unpack(frame)[0].step == self._tag:
+            self._tag = None
+            return
+        self.link.send(frame, kind=kind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
+def test_an_update_is_there_for_whoever_may_still_ask_for_it() -> None:
+    """The others are `max_gap` ahead when the slow one finds that it lacks two updates."""
+    slow, tag = 2, 20
+    fleet = run_fleet(
+        quadratics(4, compute_s=uniform_time(4, f"{slow}:20x")),
+        SyncSpec(name="hop", graph="complete", backup_workers=1, max_gap=12, deadline_s=4.0),
+        tag + 4,
+        wrap_link=lambda link: LosesOnce(link, tag if link.name.endswith(f">{slow}") else -1),
+    )
+
+    assert [replica.k for replica in fleet.replicas.values()] == [tag + 4] * 4
 
 
 def progress_after_death(sync: SyncSpec, kind: type[Hop] = Hop) -> float:

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from compressors.frame import FrameHeader
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
+from stages.sync.exchange import Exchange
 from stages.sync.fleet import Fleet
 from stages.sync.generator import GroupGenerator
 from stages.sync.isolation import components
+from stages.sync.payload import VectorCoder
+from stages.sync.post import Post
 from stages.sync.problems import ComputeTime
 from stages.sync.ripples import Ripples, by_node, ruler
 from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
@@ -129,6 +133,20 @@ def test_mutant_quantised_parameters_written_over_move_the_mean() -> None:
     assert moved > 0.01
 
 
+def test_groups_that_were_cancelled_are_forgotten_when_a_later_one_is_over() -> None:
+    post = Post(replica=0, link_to=lambda target: pytest.fail("nothing is sent"))
+    exchange = Exchange(post, VectorCoder())
+    ripples = Ripples(post=post, exchanges=[exchange])
+    for gid in range(0, 200, 2):
+        header = FrameHeader(
+            kind="control", replica=-1, source=0, target=0, step=gid, body={"op": "cancel"}
+        )
+        post.handlers["cancel"](header, None)
+        exchange.inbox.close((0, gid + 1))
+
+    assert len(ripples._cancelled) == 1
+
+
 def test_the_ruler_meets_everybody_in_time() -> None:
     sizes = [len(ruler(0, step, 8)) for step in range(8)]
 
@@ -144,6 +162,37 @@ def test_static_groups_are_disjoint_and_agreed_on_by_their_members(schedule: Any
         groups = [schedule(rank, step, num) for rank in range(num)]
         assert all(rank in group for rank, group in enumerate(groups))
         assert all(groups[other] == group for group in groups for other in group)
+
+
+@pytest.mark.parametrize("schedule", [ruler, by_node])
+def test_the_groups_of_one_period_connect_everybody(schedule: Any) -> None:
+    for num in range(1, 34):  # nodes of four need not be full, not even after a death
+        period = max(4, 1 << (num - 1).bit_length())
+        met = {0}
+        for _ in range(num):  # whoever is reached reaches whom it meets
+            groups = [schedule(rank, step, num) for rank in sorted(met) for step in range(period)]
+            met |= {other for group in groups for other in group}
+
+        assert met == set(range(num)), f"{num} replicas"
+
+
+def test_a_node_that_is_not_full_meets_the_others_heads() -> None:
+    assert [by_node(rank, 0, 6) for rank in range(6)] == [
+        (0, 4),
+        (1,),
+        (2, 3),
+        (2, 3),
+        (0, 4),
+        (5,),
+    ]
+    assert [by_node(rank, 2, 6) for rank in range(6)] == [
+        (0, 3),
+        (1, 5),
+        (2,),
+        (0, 3),
+        (4,),
+        (1, 5),
+    ]
 
 
 def test_the_published_schedule_for_nodes_of_four() -> None:

@@ -11,7 +11,7 @@ from compressors.registry import CodecSpec
 from stages.sync import trial as trials
 from stages.sync.slowness import SlownessError
 from stages.sync.strategies import SyncSpec, SyncSpecError
-from stages.sync.trial import Costs, Trial, reduce_s, run_trial
+from stages.sync.trial import Costs, Spread, Trial, reduce_s, run_trial
 
 RING = SyncSpec()
 LOCAL = SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0)
@@ -94,3 +94,19 @@ def test_what_cannot_work_is_refused() -> None:
         run_trial(SyncSpec(name="ripples"), num_replicas=3)
     with pytest.raises(SlownessError, match="there is no replica 7"):
         run_trial(RING, num_replicas=4, slow="7:4x")
+
+
+def test_the_largest_gap_is_seen_whenever_it_is_there() -> None:
+    spread = Spread(3)
+    for replica, k in ((0, 1), (1, 1), (0, 2), (0, 3), (2, 1), (2, 3), (1, 3), (1, 4)):
+        spread.entered(replica, k)
+
+    assert spread.largest == 3  # 3 against 0: at no iteration that is a round number
+
+
+def test_the_gap_of_a_trial_is_the_bound_that_tokens_set() -> None:
+    sync = SyncSpec(name="hop", graph="complete", backup_workers=1, max_gap=5)
+
+    trial = run_trial(sync, num_replicas=4, slow="2:8x", seconds=60, train=False)
+
+    assert trial.largest_gap == 5
