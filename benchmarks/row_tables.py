@@ -109,12 +109,14 @@ def pieces() -> list[list[str]]:
         [
             "row store: transactions interleaved by 8 against sequential; "
             "`multi_get` against `torch.index_select` on a dense tensor",
+            "2x; at most 1.1",
             f"{interleaved:.1f}x the speed; {dense['ratio']:.2f} of its time "
             f"({huge:.2f} where that has huge pages too)",
             "row_store.py",
         ],
         [
             f"memory of {found['rows'] / 1e6:.0f} M embedding rows (16 floats and their state)",
+            "at most 120 B",
             f"{found['bytes_per_row']['filled']:.0f} B a row resident",
             "capacity.py",
         ],
