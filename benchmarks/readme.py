@@ -154,7 +154,7 @@ def cluster_goals() -> list[list[str]]:
     kills.sort()
     return [
         [
-            "four hosts on kernel-limited links against emulation and simulator, no shaping of ours",
+            "four hosts on kernel-limited links against emulation and simulator",
             "15 %, 6x at 10 Mbps",
             f"worst off by {100 * network['worst']:.1f} %, AC-SGD's steps at "
             f"{rate(slow['rate_bps'])} {acsgd['kernel_speedup']:.2f}x as fast",
