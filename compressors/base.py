@@ -94,6 +94,16 @@ class Packet:
         return own + sum(packet.nbytes for packet in self.inner)
 
 
+def check_parts(packet: Packet, num_parts: int) -> None:
+    """Refuse a packet that has not as many parts as its codec makes, or wraps another: whatever
+    else it carries was not made by that codec, and nobody would look at it."""
+    if len(packet.parts) != num_parts or packet.inner:
+        raise CodecError(
+            f"{packet.codec} packet has {len(packet.parts)} parts and wraps {len(packet.inner)} "
+            f"packets, expected {num_parts} and none"
+        )
+
+
 class Compressor(Protocol):
     """The seam every codec fits. `tests/contract/` says what it promises.
 

@@ -194,6 +194,7 @@ def _grid_of(packet: Packet) -> tuple[int, int, str]:
     if (
         packet.codec != Uniform.name
         or len(packet.parts) != 2
+        or packet.inner
         or packet.meta.get("dtype") != "float32"
         or "lengths" in packet.meta
         or type(bits) is not int

@@ -83,6 +83,8 @@ class Receiving:
         """Refuse what was not sent to these rows."""
         if packet.codec != NAME:
             raise CodecError(f"expected a delta packet, got codec {packet.codec!r:.40}")
+        if packet.parts:
+            raise CodecError(f"delta packet has {len(packet.parts)} parts of its own, expected 0")
         namespace = packet.meta.get("namespace")
         if not isinstance(namespace, (tuple, list)) or tuple(namespace) != self.end.namespace:
             raise CodecError(

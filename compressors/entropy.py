@@ -113,6 +113,10 @@ def inflate(packet: Packet) -> Packet:
             f"{len(packet.inner)} inner packets and {len(packet.parts)} parts"
         )
     inner = packet.inner[0]
+    if tuple(inner.shape) != tuple(packet.shape):
+        raise CodecError(
+            f"zstd packet of shape {tuple(packet.shape)} is around one of {tuple(inner.shape)}"
+        )
     sizes = packet.meta.get("raw")
     num_parts = _num_parts(inner)
     if not isinstance(sizes, (tuple, list)) or len(sizes) != num_parts:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressors.base import Buffer, CodecError, Packet, SampleKeys, Stateless
+from compressors.base import Buffer, CodecError, Packet, SampleKeys, Stateless, check_parts
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
@@ -68,8 +68,7 @@ def dtype_of(packet: Packet) -> torch.dtype:
 
 def one_part(packet: Packet) -> Buffer:
     """The only part of a packet that must have exactly one."""
-    if len(packet.parts) != 1:
-        raise CodecError(f"{packet.codec} packet has {len(packet.parts)} parts, expected 1")
+    check_parts(packet, 1)
     return packet.parts[0]
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compressors import kernels, kernels_torch
-from compressors.base import CodecError, Compressor, Packet, SampleKeys
+from compressors.base import CodecError, Compressor, Packet, SampleKeys, check_parts
 from compressors.identity import dtype_name, dtype_of, from_part, to_part
 from compressors.padding import join_valid, lengths_of, num_valid_rows, split_valid
 from compressors.rounding import Rounding
@@ -157,9 +157,9 @@ class Reference(Rounding):
         elif self.group is None:
             largest = matrix.abs().amax(dim=0)
         else:
-            missing = -channels % self.group
-            padded = torch.nn.functional.pad(matrix.abs(), (0, missing))
-            largest = padded.view(rows, -1, self.group).amax(dim=-1)
+            width = min(self.group, channels)
+            padded = torch.nn.functional.pad(matrix.abs(), (0, -channels % width))
+            largest = padded.view(rows, -1, width).amax(dim=-1)
         return largest.clamp_(max=torch.finfo(torch.float16).max).to(torch.float16)
 
     def decode(self, packet: Packet) -> Tensor:
@@ -215,7 +215,7 @@ def _spread(scales: Tensor, shape: torch.Size, group: int | None) -> Tensor:
     """The scale of each value of a matrix, in fp32."""
     wide = scales.float()
     if group is not None:
-        return wide.repeat_interleave(group, dim=-1)[:, : shape[1]]
+        return wide.repeat_interleave(min(group, max(shape[1], 1)), dim=-1)[:, : shape[1]]
     return wide if shape[0] else wide.new_ones(shape[1])
 
 
@@ -274,8 +274,5 @@ def _whole(packet: Packet, name: str) -> int:
 
 
 def _two_parts(packet: Packet) -> tuple[memoryview, memoryview]:
-    if len(packet.parts) != 2:
-        raise CodecError(
-            f"{packet.codec} packet has {len(packet.parts)} parts, expected codes and scales"
-        )
+    check_parts(packet, 2)
     return memoryview(packet.parts[0]), memoryview(packet.parts[1])

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from compressors.base import Buffer, CodecError, Packet, SampleKeys, Stateless
+from compressors.base import Buffer, CodecError, Packet, SampleKeys, Stateless, check_parts
 from compressors.floating import narrow_to
 from compressors.identity import dtype_name, dtype_of, from_part, to_part
 
@@ -70,11 +70,11 @@ class TopK(Stateless):
         count = _stated_count(packet)
         stated = packet.meta.get("values")
         narrow = VALUES.get(stated) if isinstance(stated, str) else None
-        if narrow is None or len(packet.parts) != 2:
+        if narrow is None:
             raise CodecError(
-                f"topk packet with values {stated!r:.40} and "
-                f"{len(packet.parts)} parts, expected one of {', '.join(VALUES)} and 2"
+                f"topk packet with values {stated!r:.40}, expected one of {', '.join(VALUES)}"
             )
+        check_parts(packet, 2)
         values = from_part(packet.parts[1], narrow, (count,), codec=self.name)
         positions = read_positions(packet.parts[0], count, num_elements)
         out = torch.zeros(num_elements, dtype=dtype)

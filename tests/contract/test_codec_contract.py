@@ -5,6 +5,7 @@ A new codec joins by one line in `NAMES`; a test fails if a name of the registry
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from codec_checks import (
 )
 from torch import Tensor
 
-from compressors.base import Packet, SampleKeys, State, Stateless
+from compressors.base import Compressor, Packet, SampleKeys, State, Stateless
 from compressors.error_feedback import ErrorFeedback
 from compressors.floating import Bf16
 from compressors.identity import Identity, to_part
@@ -57,8 +58,23 @@ NAMES: dict[str, dict[str, Any]] = {
     "directq 2 bits stochastic": {"bits": 2, "rounding": "stochastic"},
     "directq 3 bits symmetric": {"bits": 3, "grid": "symmetric", "group": 8},
     "reference": {},
+    "reference in groups, stochastic": {"reference_group": 8, "rounding": "stochastic"},
     "topk": {"density": 0.3},
     "acsgd": {},
+    "acsgd int8 rows": {"rows": "int8"},
+    "acsgd int4 rows": {"rows": "int4"},
+    "acsgd int2 rows": {"rows": "int2"},
+    # Evicts in the larger tensors; with first visits of as many bits the estimate holds all the
+    # same.
+    "acsgd under a cap": {"cap_bytes": 1000, "first_visit_bits": 4},
+    "acsgd on disk": {"spill_dir": tempfile.gettempdir(), "spill_ram_bytes": 0},
+    "acsgd half on disk, int8": {
+        "spill_dir": tempfile.gettempdir(), "spill_ram_bytes": 300, "rows": "int8",
+    },
+    "acsgd with checksums": {"checksum": True},
+    "acsgd+zstd under a cap, with checksums": {
+        "cap_bytes": 1000, "first_visit_bits": 4, "checksum": True,
+    },
     "acsgd 2 bits fp32 first, fp32 rows": {"bits": 2, "first_visit_bits": 32, "rows": "fp32"},
     "acsgd stochastic": {"rounding": "stochastic"},
     "acsgd-reference": {},
@@ -70,7 +86,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "topk+ef+zstd": {"density": 0.3},
     "acsgd+zstd": {},
     "acsgd-topk+zstd": {"density": 0.3},
-}
+}  # fmt: skip
 """What comes after a space only tells two settings of a codec apart."""
 
 
@@ -88,7 +104,30 @@ def case_of(label: str) -> Case:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("label", NAMES)
 def test_a_registered_codec_keeps(label: str, check: Callable[[Case], None]) -> None:
-    check(case_of(label))
+    case, made = case_of(label), []
+
+    def make() -> Compressor:
+        made.append(case.make())
+        return made[-1]
+
+    try:
+        check(replace(case, make=make))
+    finally:
+        for codec in made:  # some have files and threads
+            codec.close()
+
+
+def test_the_cap_of_the_contract_evicts_and_its_disk_holds_rows() -> None:
+    found = {}
+    for label in ("acsgd under a cap", "acsgd on disk"):
+        codec = case_of(label).make()
+        codec.encode(torch.ones(4, 6, 32), keys=SampleKeys(ids=(1, 2, 3, 4)))
+        codec.commit()
+        found[label] = codec.stats()
+        codec.close()
+
+    assert found["acsgd under a cap"]["evictions"] == 2
+    assert found["acsgd on disk"]["spilled_bytes"] == 4 * 6 * 32 * 2
 
 
 def test_every_name_of_the_registry_is_in_the_contract() -> None:
@@ -276,6 +315,17 @@ class KeepsTheInput(Twist):
         return super().encode(mixed, keys=keys)
 
 
+class PadsWhatIsShort(Twist):
+    """Makes up what a packet lacks, and drops what it has too much."""
+
+    def decode(self, packet: Packet) -> Tensor:
+        nbytes = 2 * torch.Size(packet.shape).numel()
+        if nbytes > 1 << 20 or "dtype" not in packet.meta:
+            return super().decode(packet)
+        raw = b"".join(map(bytes, packet.parts))[:nbytes].ljust(nbytes, b"\0")
+        return super().decode(replace(packet, parts=(raw,), inner=()))
+
+
 class TrustsItsPackets(Twist):
     def decode(self, packet: Packet) -> Tensor:
         raw = torch.frombuffer(bytearray(packet.parts[0]), dtype=torch.bfloat16)
@@ -303,6 +353,7 @@ MUTANTS: list[tuple[Callable[[], Any], Callable[[Case], None]]] = [
     (HandsOutItsRow, check_output_is_the_callers),
     (KeepsTheInput, check_output_is_the_callers),
     (TrustsItsPackets, check_damage_is_refused),
+    (PadsWhatIsShort, check_damage_is_refused),
 ]
 
 

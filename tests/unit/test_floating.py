@@ -126,7 +126,7 @@ def test_integers_are_refused_by_the_narrow_floats() -> None:
 @pytest.mark.parametrize(
     ("packet", "words"),
     [
-        (Packet(codec="fp32", shape=(2,), meta={"dtype": "float32"}), "0 parts, expected 1"),
+        (Packet(codec="fp32", shape=(2,), meta={"dtype": "float32"}), "0 parts .* expected 1"),
         (
             Packet(codec="fp32", shape=(2,), meta={"dtype": "float32"}, parts=(b"1234567",)),
             r"shape \(2,\) needs 8 bytes of float32, has 7",
