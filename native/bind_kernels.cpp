@@ -81,6 +81,7 @@ std::map<std::string, std::string> build_info() {
   return {{"compiler", __VERSION__},
           {"isa", chosen->isa},
           {"version", RAY_PIPE_VERSION},
+          {"source", RAY_PIPE_NATIVE_SOURCE},
           {"built", RAY_PIPE_BUILD_TYPE}};
 }
 

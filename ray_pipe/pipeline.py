@@ -34,6 +34,7 @@ from ray_pipe.same_source import refuse_other_source
 from stages.crowding import crowding
 from stages.plan import StepPlan
 from stages.record import StepRecord
+from stages.spec import StageSpec
 from stages.state import StageState
 
 AHEAD = 2
@@ -125,13 +126,21 @@ class Pipeline:
         last = len(self.handles) - 1
         return {
             self.handles[index].setup.remote(
-                self.specs[index],
+                self.spec_of(index),
                 self._samples if index in (0, last) else None,
                 self.transport,
                 reborn,
             ): index
             for index in stages
         }
+
+    def spec_of(self, index: int) -> StageSpec:
+        """What a stage is told; how many share its node may have changed since the run began."""
+        spec = self.specs[index]
+        if spec.threads:
+            return spec
+        homes = [node.id for node in self.actors.placement.nodes]
+        return replace(spec, sharing=homes.count(homes[index % len(homes)]))
 
     def check_infos(self, infos: list[dict[str, Any]]) -> None:
         """Refuse workers that run other code; note who they are."""

@@ -119,6 +119,7 @@ class Arm:
                 first_block=cuts[index].start,
                 recompute=config.pipeline.recompute,
                 precision=config.pipeline.precision,
+                threads=config.pipeline.num_threads,
                 seed=config.seed,
                 epoch_s=epoch_s,
                 generation=generation,

@@ -103,7 +103,7 @@ class Members(Pipeline):
         ends = (0, self.num_stages - 1)
         return {
             self.handles[index].setup.remote(
-                self.specs[index],
+                self.spec_of(index),
                 self._samples if index % self.num_stages in ends else None,
                 self.transport,
                 reborn,

@@ -1,43 +1,67 @@
-"""Every stage must run the driver's code and core, or bits would differ; who does not is named."""
+"""Every stage must run what the driver runs, or bits would differ; who does not is named."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from compressors import kernels
 from ray_pipe.cluster import nodes
 from ray_pipe.errors import ClusterError
-from stages.digest import source_digest
+from stages.digest import software
+
+DOCTOR = "`python -m ray_pipe.doctor --address auto` shows every node's version"
+CHECKS = {
+    "source": (
+        "digest ",
+        "other source than the driver (digest {own} here)",
+        f"install the same version of ray_pipe on every node and start the job again; {DOCTOR}",
+    ),
+    "core": (
+        "",
+        "another core than the driver ({own} here)",
+        "install the same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes",
+    ),
+    "native": (
+        "built from ",
+        "a native core of other C++ source than the driver's (built from {own} here)",
+        "build it again on every node from the same source (`pip install . --no-deps`, or "
+        "`ray up`), or set RAY_PIPE_CORE=torch on all nodes",
+    ),
+    "torch": (
+        "torch ",
+        "another torch than the driver ({own} here), whose sums may end in other bits",
+        "`pip install torch=={own}` on every node, or that of the nodes here",
+    ),
+    "numpy": (
+        "numpy ",
+        "another numpy than the driver ({own} here), whose shuffles may come in another order",
+        "`pip install numpy=={own}` on every node, or that of the nodes here",
+    ),
+}
+"""By name in `software()`: what to write before a stage's own, what is wrong, and the way out."""
 
 
 def refuse_other_source(infos: Sequence[dict[str, Any]]) -> None:
-    """Raise `ClusterError` with the stages, nodes and digests that differ from the driver's.
+    """Raise `ClusterError` with the stages and nodes that differ from the driver, and in what.
 
     `infos` is what each stage said of itself when it was set up, in stage order.
     """
-    own, core = source_digest(), kernels.core()
-    strangers = {index: info for index, info in enumerate(infos) if info["source"] != own}
-    if strangers:
-        raise ClusterError(
-            f"{_who(strangers, 'source')} run other source than the driver (digest {own} here); "
-            "install the same version of ray_pipe on every node and start the job again; "
-            "`python -m ray_pipe.doctor --address auto` shows every node's version"
-        )
-    slow = {index: info for index, info in enumerate(infos) if info["core"] != core}
-    if slow:
-        raise ClusterError(
-            f"{_who(slow, 'core')} run another core than the driver ({core} here); install the "
-            "same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes"
-        )
+    here = software()
+    for name, (what, trouble, way_out) in CHECKS.items():
+        own = here[name] or "an unknown one"
+        strangers = {i: info for i, info in enumerate(infos) if info[name] != here[name]}
+        if strangers:
+            raise ClusterError(
+                f"{_who(strangers, name, what)} run {trouble.format(own=own)}; "
+                f"{way_out.format(own=own)}"
+            )
 
 
-def _who(infos: dict[int, dict[str, Any]], key: str) -> str:
+def _who(infos: dict[int, dict[str, Any]], name: str, what: str) -> str:
     """`stage 1 on node 10.0.0.11 (digest 0af3), stage 2 ...`."""
     addresses = {node.id: node.ip for node in nodes()}
-    what = "digest " if key == "source" else ""
     return ", ".join(
         f"stage {index} on node {addresses.get(info['node'], str(info['node'])[:8])} "
-        f"({what}{info[key]})"
+        f"({what}{info[name] or 'an unknown one'})"
         for index, info in infos.items()
     )

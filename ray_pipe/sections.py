@@ -79,6 +79,9 @@ class DataConfig:
         check_section(self, prefix="data.")
 
 
+MAX_THREADS = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How the model is cut, and in which order the stages work."""
@@ -104,8 +107,24 @@ class PipelineConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the blocks; weights and optimizer stay fp32."""
 
+    threads: str = "1"
+    """Threads that a stage computes with on CPUs: a number, or auto, the node's cores over the
+    stages on it. With 1 results are the same to the bit wherever stages are."""
+
     def __post_init__(self) -> None:
         check_section(self, prefix="pipeline.")
+        word = self.threads.strip().lower()
+        if word != "auto" and not (word.isdigit() and 1 <= int(word) <= MAX_THREADS):
+            raise ConfigError(
+                f"pipeline.threads is {self.threads!r}; it must be a whole number from 1 to "
+                f"{MAX_THREADS}, or auto."
+            )
+        object.__setattr__(self, "threads", word)
+
+    @property
+    def num_threads(self) -> int:
+        """Of each stage; 0: as many as its node has for it."""
+        return 0 if self.threads == "auto" else int(self.threads)
 
     @property
     def samples_per_step(self) -> int:

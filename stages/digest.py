@@ -1,4 +1,4 @@
-"""A fingerprint of our own source, so that driver and workers can tell whether they agree."""
+"""What this process runs, so that driver and workers can tell whether they agree."""
 
 from __future__ import annotations
 
@@ -23,3 +23,24 @@ def source_digest() -> str:
                 digest.update(f"{package}/{path.relative_to(root)}".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def software() -> dict[str, str]:
+    """All that the bits of a result depend on, beside the settings and the kind of machine.
+
+    `native` is the C++ source that the core in use was built from: each node may have compiled its
+    own, so their files need not be the same. Empty where torch does the work.
+    """
+    import numpy
+    import torch
+
+    from compressors import kernels
+
+    core = kernels.core()
+    return {
+        "source": source_digest(),
+        "core": core,
+        "native": kernels.build_info().get("source", "") if core == "native" else "",
+        "torch": torch.__version__.partition("+")[0],  # what follows says for which GPUs
+        "numpy": numpy.__version__,
+    }

@@ -43,6 +43,12 @@ class StageSpec:
 
     recompute: bool = False
     precision: str = "fp32"
+    threads: int = 1
+    """That torch computes with on CPUs; 0: the node's cores over the stages on it."""
+
+    sharing: int = 1
+    """Stages on this stage's node, itself among them."""
+
     seed: int = 0
     epoch_s: float = 0.0
     """`time.time()` at the start of the run: spans of all stages are counted from it."""

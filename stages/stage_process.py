@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import ray
 import torch
 
-from compressors import kernels
 from compressors.registry import sizing_codec
 from netsim.loop_thread import LoopThread
 from stages.assembly import assemble
@@ -29,7 +28,7 @@ from stages.by_hand import StageByHand
 from stages.compute import Compute
 from stages.courier import Courier
 from stages.crowding import crowding
-from stages.digest import source_digest
+from stages.digest import software
 from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane, Unrecorded
 from stages.mishap import Mishaps, faulty_links
@@ -95,8 +94,7 @@ class StageProcess:
         torch.autograd.backward(weight.sum())
         for codec in (spec.activation_codec, spec.gradient_codec):
             sizing_codec(codec)
-        kernels.core()
-        source_digest()
+        software()
         return os.getpid()
 
     def become(self, index: int) -> None:
@@ -115,6 +113,7 @@ class StageProcess:
         `reborn` takes the place of a stage that died: its black box is left as it was found.
         """
         self._spec, self._samples = spec, samples
+        self._set_threads(spec.threads or threads_for(spec.sharing))
         compute = Compute(
             spec.build(),
             optim=spec.optim,
@@ -136,11 +135,11 @@ class StageProcess:
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
-            "num_cores": len(os.sched_getaffinity(0)),
+            "num_cores": num_cores(),
+            "threads": torch.get_num_threads(),
             "device": self._device,
             "crowding": crowding(),
-            "core": kernels.core(),
-            "source": source_digest(),
+            **software(),
             "blocks": block_digests(compute.module, spec.first_block),
             "num_parameters": sum(p.numel() for p in compute.parameters),
             "box_trouble": trouble,
@@ -149,6 +148,13 @@ class StageProcess:
                 log=None if (keeper := self._stage.keeper) is None else keeper.log_folder,
             ),
         }
+
+    def _set_threads(self, count: int) -> None:
+        """How many threads torch computes with: each thread that calls it has a number of its
+        own, here (where costs are measured) and in the lane."""
+        torch.set_num_threads(count)
+        set_there = self._lanes.compute.run("idle", "threads", 0, torch.set_num_threads, count)
+        self._loop.submit(set_there).result()
 
     def _open_box(self, compute: Compute) -> str:
         """Give the stage its black box; returns why it has none, if it should."""
@@ -239,6 +245,16 @@ class StageProcess:
     def _do(self, work: Callable[..., T], *args: Any) -> T:
         """Do something on the stage's loop, and wait for it."""
         return self._loop.submit(_on_loop(work, *args)).result()
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_for(sharing: int) -> int:
+    """A fair part of the node's cores, where so many stages share them."""
+    return max(1, num_cores() // sharing)
 
 
 async def _on_loop(work: Callable[..., T], *args: Any) -> T:

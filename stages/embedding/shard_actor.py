@@ -18,13 +18,12 @@ import numpy as np
 import ray
 import torch
 
-from compressors import kernels
 from netsim.link import Link, LinkLike
 from netsim.loop_thread import LoopThread
 from netsim.shaper import Uplink
 from netsim.topology import Topology
 from stages.courier import Courier, disclose
-from stages.digest import source_digest
+from stages.digest import software
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard import Shard
 from stages.embedding.shard_files import fill_shard, pack_shard
@@ -82,9 +81,8 @@ class ShardActor:
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
-            "core": kernels.core(),
             "store": "native" if self._server.shard.store.native else "twin",
-            "source": source_digest(),
+            **software(),
         }
 
     def _build(self, spec: EmbeddingSpec, place: ShardPlace) -> ShardServer:

@@ -479,6 +479,16 @@ def test_a_first_visit_on_a_grid_without_levels_is_refused() -> None:
         CodecConfig(grid="symmetric", first_visit_bits=1)
 
 
+def test_threads_are_a_number_or_auto() -> None:
+    def threads(text: str) -> int:
+        return RunConfig().with_overrides([f"pipeline.threads={text}"]).pipeline.num_threads
+
+    assert [threads("1"), threads("16"), threads("Auto")] == [1, 16, 0]
+    for wrong in ("0", "-1", "many", "1.5"):
+        with pytest.raises(ConfigError, match=r"pipeline\.threads.*from 1 to 1024, or auto"):
+            threads(wrong)
+
+
 def test_grids_known_to_hurt_are_warned_of() -> None:
     three_levels = RunConfig().with_overrides(["codec.grid=symmetric", "codec.fw_bits=2"])
     diverges = RunConfig().with_overrides(["codec=reference", "codec.bw_bits=3"])
