@@ -58,8 +58,20 @@ OTHERS = {
         "steps": "6",
     },
     "clicks": {"task": "ctr", "steps": "20"},
+    "bumpy": {
+        "model.name": "gpt-nano",
+        "data.num_samples": "24",
+        "pipeline.stages": "2",
+        "pipeline.micro_batches": "4",
+        "pipeline.micro_batch_size": "2",
+        "compare": "acsgd",
+        "steps": "8",
+    },
 }
 """Short runs of the other kinds, one after the other: their panels need them."""
+
+MODULES = {"bumpy": "tests.e2e.bumpy_run"}
+"""Instead of `ray_pipe.run`: what is rare must happen once."""
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -241,11 +253,12 @@ def prometheus(binary: str, config: Path, folder: Path, port: int) -> Iterator[P
         yield Prometheus(url=url)
 
 
-def browse(url: str, *, picture: Path, profile: Path) -> subprocess.Popen[str]:
+def find_chromium() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def browse(binary: str, url: str, *, picture: Path, profile: Path) -> subprocess.Popen[str]:
     """Load a page in a headless Chromium; its document comes on standard output."""
-    binary = shutil.which("chromium") or shutil.which("chromium-browser")
-    if binary is None:
-        raise CannotWatch("no chromium on the path")
     command = [binary, *CHROMIUM, f"--user-data-dir={profile}", f"--screenshot={picture}"]
     return subprocess.Popen(
         [*command, "--dump-dom", url], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -265,7 +278,10 @@ class Watched:
     """Status messages while the job ran, and its last one."""
 
     pages: dict[str, str] = field(default_factory=dict)
-    """Documents of the dashboard's pages while the job ran."""
+    """Documents of the dashboard's pages while the job ran; none without a browser."""
+
+    folder: Path = field(default_factory=Path)
+    """Where the runs are."""
 
     def ask(
         self, expr: str, *, instant: bool = True, run: str = RUN
@@ -287,7 +303,7 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
 
     When the pages have been seen, one stage is killed: the job must go on, and count that.
     """
-    binary = find_prometheus(folder)
+    binary, chromium = find_prometheus(folder), find_chromium() or ""
     pictures = pictures or folder
     with ExitStack() as stack:
         port, *ports = free_ports(5)  # all at once: Ray binds some of its own rather late
@@ -304,7 +320,7 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
         )
         config.write_text(config.read_text().replace("10s", "1s"))  # as shipped, but no waiting
         scraper = stack.enter_context(prometheus(binary, config, folder, port))
-        seen = Watched(prometheus=scraper, since=time.time())
+        seen = Watched(prometheus=scraper, since=time.time(), folder=folder / "runs")
         job = f"{head.url}/api/jobs/{submit(head, folder)}"
 
         def message() -> str | None:
@@ -316,11 +332,12 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
         seen.messages.append(wait_for("a status message", message))
         browsers = {
             page: browse(
+                chromium,
                 f"{head.url}/#/{page}",
                 picture=pictures / f"dashboard-{page}.png",
                 profile=folder / f"profile-{page}",
             )
-            for page in ("jobs", "actors")
+            for page in (("jobs", "actors") if chromium else ())
         }
         for page, browser in browsers.items():
             seen.pages[page] = browser.communicate(timeout=PATIENCE_S)[0]
@@ -362,7 +379,7 @@ def submit(
     """Submit the job as `ray job submit` does; its id."""
     words = [word for item in settings.items() for word in ("--set", "=".join(item))]
     command = [
-        *("python", "-m", "ray_pipe.run", "--address", "auto", "--name", run),
+        *("python", "-m", MODULES.get(run, "ray_pipe.run"), "--address", "auto", "--name", run),
         *("--out", str(folder / "runs"), *words),
     ]
     request: dict[str, Any] = {
