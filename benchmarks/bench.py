@@ -77,8 +77,9 @@ def train_arm(
     wait_for_spares(pool, arm)
     costs, shape = measure_costs(pipeline)
     links = Topology.uniform(arm.topology.num_nodes, real_bps) if real_bps else arm.topology
-    num_cores = len(os.sched_getaffinity(0))  # of this machine, however many hosts it plays
-    prediction = predict(replace(arm, topology=links), costs, shape, num_cores=num_cores)
+    # The cores of this machine, however many hosts it plays.
+    homes = [("here", float(len(os.sched_getaffinity(0))))] * len(costs)
+    prediction = predict(replace(arm, topology=links), costs, shape, homes=homes)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
     for records in pipeline.train():
         one.meter.add(records)

@@ -56,6 +56,7 @@ def prediction_of(progress: Mapping[str, Any]) -> Prediction | None:
             **saved,
             "costs": tuple(StageCosts(**costs) for costs in saved["costs"]),
             "sample_shape": tuple(saved["sample_shape"]),
+            "homes": tuple((node, cores) for node, cores in saved.get("homes", ())),
         }
     )
 

@@ -175,7 +175,6 @@ def prepare(
     pipeline = make_pipeline(actors, arm, epoch_s=epoch_s, failures=failures)
     for text in pipeline.notes():
         observer.on_warning(text)
-    simple = pipeline.transport == "push" and not isinstance(pipeline, ReplicaPipeline)
     costs, sample_shape = measure_costs(pipeline) if arm.fleet is None else ([], ())
     row_elements = math.prod(sample_shape) if sample_shape else arm.row_elements
     rooms = rooms_of(
@@ -187,12 +186,13 @@ def prepare(
     if arm.codec.has_memory:
         for text in check_memory_cap(arm.config, arm.workload.num_train, row_elements=row_elements):
             observer.on_warning(text)
-    prediction, cores = None, {info["node"]: info["num_cores"] for info in pipeline.infos}
-    if simple:  # the simulator knows no other
-        prediction = predict(arm, costs, sample_shape, num_cores=sum(cores.values()))
+    homes = [(str(info["node"]), float(info["num_cores"])) for info in pipeline.infos]
+    prediction = None
+    if arm.fleet is None:  # the simulator's stages are those of one pipeline
+        prediction = predict(arm, costs, sample_shape, homes=homes)
         pipeline.expect(prediction.step_s)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
-    one.sees_links = len(cores) == 1 or not arm.topology.is_unlimited
+    one.sees_links = len(dict(homes)) == 1 or not arm.topology.is_unlimited
 
     def on_failure(failure: Failure) -> None:
         observer.on_warning(str(failure))
@@ -240,8 +240,8 @@ def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
     if one.prediction is None or not one.sees_links:
         return {}
     costs, shape = one.prediction.costs, one.prediction.sample_shape
-    cores = one.prediction.num_cores
-    return {arm.name: simulated_step_s(arm, costs, shape, num_cores=cores) for arm in arms} | {
+    homes = one.prediction.homes
+    return {arm.name: simulated_step_s(arm, costs, shape, homes=homes) for arm in arms} | {
         one.arm.name: one.prediction.step_s
     }
 

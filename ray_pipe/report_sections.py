@@ -212,7 +212,12 @@ def bytes_section(arms: Sequence[Arm]) -> Markup:
 def prediction_section(arms: Sequence[Arm]) -> Markup:
     """What the simulator said beforehand, and what happened."""
     known = [arm for arm in arms if arm.get("predicted_step_s") is not None and arm.get("step_s")]
-    if not known:
+    unknown = [
+        tag("p", f"{label(arm)}: not predicted, {arm['not_predicted']}.")
+        for arm in arms
+        if arm.get("not_predicted")
+    ]
+    if not known and not unknown:
         return Markup("")
     bars = [
         Bar(
@@ -230,7 +235,8 @@ def prediction_section(arms: Sequence[Arm]) -> Markup:
     ]
     return section(
         "Prediction against measurement",
-        bar_chart(bars, title="Predicted and measured step time of each arm"),
+        bar_chart(bars, title="Predicted and measured step time of each arm") if bars else "",
+        *unknown,
         explain="The simulator runs the same schedule over the same links with measured costs. "
         "In brackets: by how much the run was slower (+) or faster (−), of the measured time.",
     )

@@ -45,6 +45,8 @@ def results_of(
             arm["replicas"] = fleet.as_dict()
         if prediction is not None and prediction.is_shaped:
             arm["link_compute_ratio"] = prediction.link_to_compute
+        if (reason := by_name[summary.name].not_predicted) is not None:
+            arm["not_predicted"] = reason
         arms.append(arm)
     return {
         "schema": RESULTS_SCHEMA,

@@ -56,7 +56,7 @@ def _error(arm: Arm) -> str:
     if error is None:
         step_s, predicted = number(arm.get("step_s")), number(arm.get("predicted_step_s"))
         if not step_s or predicted is None:
-            return NONE
+            return "not predicted" if arm.get("not_predicted") else NONE
         error = (step_s - predicted) / step_s
     return f"{100 * error:+.1f} %"
 

@@ -81,6 +81,14 @@ class Trained:
     def predicted_step_s(self) -> float | None:
         return self.prediction.step_s if self.prediction and self.sees_links else None
 
+    @property
+    def not_predicted(self) -> str | None:
+        """Why there is no prediction to compare with; None if there is one."""
+        if self.prediction is None:
+            several = "the simulator knows one pipeline, this arm has several replicas"
+            return several if self.fleet else "steps with embedding shards are not simulated"
+        return None if self.sees_links else "the links are real, and nothing was said of their rate"
+
     def summary(self) -> ArmSummary:
         """The arm as far as it came; its final loss is the mean of its last epoch."""
         if self.fleet is not None:

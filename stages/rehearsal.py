@@ -32,6 +32,8 @@ from stages.stage import Stage
 from stages.wiring import Lanes
 
 T = TypeVar("T")
+Home = tuple[str, float]
+"""The node that a stage is on, and how many cores it has."""
 
 MAX_TEMPLATE = 1 << 14
 """Elements of the largest tensor that the simulator gives to a real codec."""
@@ -76,6 +78,11 @@ class LocalPipeline:
     samples: Any
     costs: Sequence[StageCosts] = ()
     num_cores: float = 1e9
+    """That all stages share, where `homes` says nothing else."""
+
+    homes: Sequence[Home] = ()
+    """For each stage its node and that node's cores: only stages of one node share them."""
+
     wrap_link: Callable[[Any], LinkLike] | None = None
     """Puts something (faults) around each link."""
 
@@ -84,7 +91,9 @@ class LocalPipeline:
     stages: list[Stage] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._cores = Cores(self.num_cores)
+        homes = list(self.homes) or [("", self.num_cores)] * len(self.specs)
+        nodes = {node: Cores(num_cores) for node, num_cores in homes}
+        self._cores = [nodes[node] for node, _ in homes]
         self._costs = list(self.costs) or [StageCosts()] * len(self.specs)
         self._deliveries: set[asyncio.Task[None]] = set()
         self.stages = [self.make(index) for index in range(len(self.specs))]
@@ -94,9 +103,9 @@ class LocalPipeline:
         spec, costs = self.specs[index], self._costs[index]
         recorder = Recorder()
         lanes = Lanes(
-            receive=self.lane(costs, recorder),
-            compute=self.lane(costs, recorder),
-            transmit=self.lane(costs, recorder),
+            receive=self.lane(costs, recorder, index),
+            compute=self.lane(costs, recorder, index),
+            transmit=self.lane(costs, recorder, index),
         )
         options: dict[str, Any] = {}
         if self.codec_for is not None:
@@ -115,9 +124,9 @@ class LocalPipeline:
             **options,
         )
 
-    def lane(self, costs: StageCosts, recorder: Recorder) -> CostLane:
-        """A lane on the cores that all stages share."""
-        return CostLane(self._cores, costs, recorder)
+    def lane(self, costs: StageCosts, recorder: Recorder, index: int = 0) -> CostLane:
+        """A lane on the cores that a stage shares with the others of its node."""
+        return CostLane(self._cores[index], costs, recorder)
 
     async def run(self, plans: Iterable[StepPlan]) -> list[list[StepRecord]]:
         """Run all steps as the driver does: each stage starts the next when it is done."""
@@ -132,13 +141,19 @@ class LocalPipeline:
 
     def _deliver_from(self, source: int) -> Callable[[int], Callable[[Any], None]]:
         def to(target: int) -> Callable[[Any], None]:
-            price = self._costs[source].push_s + self._costs[target].deliver_s
-            if price == 0.0:
+            push_s, deliver_s = self._costs[source].push_s, self._costs[target].deliver_s
+            if push_s + deliver_s == 0.0:
                 return lambda frame: self.stages[target].on_frame(source, frame)
-            lane = SharedLane(self._cores)
+            ways = [(SharedLane(self._cores[source]), push_s + deliver_s)]
+            if self._cores[source] is not self._cores[target]:
+                ways = [
+                    (SharedLane(self._cores[source]), push_s),
+                    (SharedLane(self._cores[target]), deliver_s),
+                ]
 
             async def carry(frame: Any) -> None:
-                await lane.work(price)
+                for lane, price in ways:
+                    await lane.work(price)
                 self.stages[target].on_frame(source, frame)
 
             def deliver(frame: Any) -> None:
@@ -281,9 +296,13 @@ def simulate(
     *,
     costs: Sequence[StageCosts],
     sample_shape: tuple[int, ...],
-    num_cores: float,
+    num_cores: float = 1e9,
+    homes: Sequence[Home] = (),
 ) -> Any:
-    """A coroutine for `run_virtual`: the records that the stages would return, at those costs."""
+    """A coroutine for `run_virtual`: the records that the stages would return, at those costs.
+
+    All share `num_cores`, or with `homes` only those of one node its cores.
+    """
 
     async def main() -> list[list[StepRecord]]:
         pipeline = LocalPipeline(
@@ -292,6 +311,7 @@ def simulate(
             samples=PricedSamples(),
             costs=costs,
             num_cores=num_cores,
+            homes=homes,
             codec_for=SizeOnlyCodec,
             wire=SIZES_ONLY,
         )

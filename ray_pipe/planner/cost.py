@@ -7,6 +7,7 @@ alone, the price of a Ray message between two stages, and the links of the topol
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
@@ -18,7 +19,7 @@ from netsim.topology import Topology
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.plans import Arm
 from stages.record import StepRecord
-from stages.rehearsal import StageCosts, simulate
+from stages.rehearsal import Home, StageCosts, simulate
 
 NUM_STEPS = 4
 """Steps to simulate; the last one stands for the steady state."""
@@ -42,6 +43,11 @@ class Prediction:
     costs: tuple[StageCosts, ...]
     sample_shape: tuple[int, ...]
     num_cores: float
+    """Of all nodes together."""
+
+    homes: tuple[Home, ...] = ()
+    """The node of each stage and its cores; empty in what was saved before nodes had their own."""
+
     is_shaped: bool
     """False on links that are not emulated: of those the prediction knows nothing."""
 
@@ -126,27 +132,33 @@ def predict(
     costs: Sequence[StageCosts],
     sample_shape: tuple[int, ...],
     *,
-    num_cores: float,
+    homes: Sequence[Home],
 ) -> Prediction:
-    """Simulate a few steps at these costs, then with free links and with free compute."""
+    """Simulate a few steps at these costs, then with free links and with free compute.
+
+    `homes`: the node of each stage and its cores. Only stages of one node share them.
+    """
     free_links = Topology.uniform(arm.topology.num_nodes)
     only_compute = [StageCosts(phases=_only_compute(own)) for own in costs]
     no_costs = [StageCosts() for _ in costs]
 
     def step_s(topology: Topology, prices: Sequence[StageCosts]) -> float:
-        return simulated_step_s(
-            replace(arm, topology=topology), prices, sample_shape, num_cores=num_cores
-        )
+        return simulated_step_s(replace(arm, topology=topology), prices, sample_shape, homes=homes)
 
-    passes_s = [own.phases.get("forward", 0) + own.phases.get("backward", 0) for own in costs]
-    stage_s = mean(passes_s) * max(1.0, len(costs) / num_cores)
+    tenants = Counter(node for node, _ in homes)
+    stage_s = mean(
+        (own.phases.get("forward", 0) + own.phases.get("backward", 0))
+        * max(1.0, tenants[node] / num_cores)
+        for own, (node, num_cores) in zip(costs, homes, strict=True)
+    )
     return Prediction(
         step_s=step_s(arm.topology, costs),
         compute_step_s=step_s(free_links, only_compute),
         link_step_s=step_s(arm.topology, no_costs),
         costs=tuple(costs),
         sample_shape=sample_shape,
-        num_cores=num_cores,
+        num_cores=sum(dict(homes).values()),
+        homes=tuple(homes),
         is_shaped=not arm.topology.is_unlimited,
         link_to_compute=wire_s(arm, sample_shape) / stage_s if stage_s else 0.0,
     )
@@ -175,12 +187,12 @@ def simulated_step_s(
     costs: Sequence[StageCosts],
     sample_shape: tuple[int, ...],
     *,
-    num_cores: float,
+    homes: Sequence[Home],
 ) -> float:
     """The step time of the steady state, in virtual time."""
     plans = [replace(arm.plan(step), micro_batches=arm.order.at(0)) for step in range(NUM_STEPS)]
     records: list[list[StepRecord]] = run_virtual(
-        simulate(arm.specs(), plans, costs=costs, sample_shape=sample_shape, num_cores=num_cores)
+        simulate(arm.specs(), plans, costs=costs, sample_shape=sample_shape, homes=homes)
     )
     ends = [max(record.end_s for record in step) for step in records]
     return ends[-1] - ends[-2]

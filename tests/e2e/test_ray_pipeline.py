@@ -18,11 +18,13 @@ import torch
 
 from ray_pipe.cluster import StageActors
 from ray_pipe.config import RunConfig
+from ray_pipe.driver import prepare
 from ray_pipe.errors import StageDied, TrainingError
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import measure_costs, predict
 from ray_pipe.plans import Arm, arms_of, optim_spec
 from ray_pipe.refs_pipeline import RefsPipeline
+from ray_pipe.trainer import Silent
 from ray_pipe.workload import gpt_workload
 from stages.loss import count_targets
 from stages.optim import clip_factor, make_optimizer, set_lr, squared_norms
@@ -155,11 +157,25 @@ def test_costs_can_be_measured_without_touching_the_training(actors: StageActors
 
     pipeline = Pipeline(first(actors, 2), arm, epoch_s=0.0)
     costs, shape = measure_costs(pipeline)
-    prediction = predict(arm, costs, shape, num_cores=2)
+    prediction = predict(arm, costs, shape, homes=[("here", 2.0)] * 2)
 
     assert shape == (64, 64)
     assert prediction.step_s > prediction.compute_step_s > 0
     assert losses_of(pipeline) == plain
+
+
+@pytest.mark.parametrize("transport", ["push", "refs"])
+def test_a_run_is_predicted_over_either_transport(actors: StageActors, transport: str) -> None:
+    arm = make_arm("fp32", stages=2, **{"pipeline.transport": transport})
+    sink: Any = None
+
+    _, one = prepare(first(actors, 2), arm, Silent(), sink=sink, epoch_s=0.0, failures=[])
+
+    assert one.not_predicted is None
+    assert one.predicted_step_s is not None
+    assert one.predicted_step_s > 0
+    assert one.prediction is not None
+    assert len(one.prediction.homes) == 2
 
 
 def test_evaluation_changes_nothing(actors: StageActors) -> None:

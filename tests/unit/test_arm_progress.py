@@ -72,7 +72,7 @@ def test_a_prediction_comes_back_whole() -> None:
     prediction = Prediction(
         step_s=1.0, compute_step_s=0.5, link_step_s=0.25, sample_shape=(4, 8), num_cores=2.0,
         costs=(StageCosts(phases={"forward": 0.1}, push_s=0.01, deliver_s=0.02),),
-        is_shaped=True, link_to_compute=4.9,
+        is_shaped=True, link_to_compute=4.9, homes=(("a", 2.0),),
     )  # fmt: skip
     numbers = json.loads(json.dumps(progress_of(ArmMeter("a"), [], prediction, num_steps=1)))
 

@@ -326,6 +326,16 @@ def test_missing_numbers_are_dashes(width: int) -> None:
     assert "No arm came to a final loss" in text_of(console)
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_an_arm_that_was_not_predicted_says_so(width: int) -> None:
+    console = terminal(width)
+    arm = {"name": "fp32", "step_s": 1.0, "not_predicted": "there are several replicas"}
+
+    show_results(console, {"arms": [arm]}, None)
+
+    assert "not predicted" in text_of(console)
+
+
 def test_results_without_arms_are_shown_too() -> None:
     console = plain_console(io.StringIO())
 

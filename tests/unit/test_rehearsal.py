@@ -15,7 +15,7 @@ from netsim.faults import FaultyLink
 from ray_pipe.models.gpt import GPTShape
 from stages.plan import StepPlan
 from stages.record import StepRecord
-from stages.rehearsal import Shape, SizeOnlyCodec, StageCosts, simulate
+from stages.rehearsal import Home, Shape, SizeOnlyCodec, StageCosts, simulate
 
 Records = list[list[StepRecord]]
 GPT2_XL = (1024, 1600)
@@ -36,6 +36,7 @@ def rehearse(
     phases: dict[str, float] | None = None,
     latency_s: float = 0.0,
     num_cores: float = 1e9,
+    homes: tuple[Home, ...] = (),
     sample_shape: tuple[int, ...] = GPT2_XL,
     schedule: str = "gpipe",
     **costs: float,
@@ -64,6 +65,7 @@ def rehearse(
             costs=[own] * stages,
             sample_shape=sample_shape,
             num_cores=num_cores,
+            homes=homes,
         )
     )
     return records
@@ -154,6 +156,34 @@ def test_four_stages_on_two_cores_share_them() -> None:
     assert many == pytest.approx(35 * (FORWARD_S + BACKWARD_S), rel=1e-3)
     assert two == pytest.approx(work_s / 2, rel=0.05)
     assert two > 1.8 * many
+
+
+def test_only_stages_of_one_node_share_its_cores() -> None:
+    """Three stages on one core are slow, whatever idle cores the other node has."""
+    options: Any = {"stages": 4, "micro_batches": 32, "bandwidth_bps": 1e15}
+    crowded = (("a", 1.0), ("a", 1.0), ("a", 1.0), ("b", 3.0))
+    even = (("a", 2.0), ("a", 2.0), ("b", 2.0), ("b", 2.0))
+    pooled, apart, spread = (
+        step_s(rehearse(**options, **where))
+        for where in ({"num_cores": 4}, {"homes": crowded}, {"homes": even})
+    )
+
+    assert apart == pytest.approx(3 * 32 * (FORWARD_S + BACKWARD_S), rel=0.05)
+    assert apart > 2.5 * pooled
+    assert spread == pytest.approx(pooled)
+
+
+def test_a_message_costs_each_end_its_own_cores() -> None:
+    """Between nodes the sender pays for pushing and the receiver for taking."""
+    options: Any = {
+        "stages": 2, "micro_batches": 16, "bandwidth_bps": 1e15,
+        "phases": {"forward": 0.0, "backward": 0.0}, "push_s": 0.1, "deliver_s": 0.3,
+    }  # fmt: skip
+    together = step_s(rehearse(**options, homes=(("a", 1.0), ("a", 1.0))))
+    apart = step_s(rehearse(**options, homes=(("a", 1.0), ("b", 1.0))))
+
+    assert together > 2 * 16 * 0.4
+    assert 2 * 16 * 0.3 < apart < 0.9 * together
 
 
 def test_encoding_hides_behind_compute_when_there_are_cores_for_it() -> None:

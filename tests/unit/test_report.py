@@ -192,6 +192,16 @@ def test_numbers_on_the_page_are_those_of_results_json(run: Run, rendered: Any) 
         assert sum(arm["bytes_total"].values()) in shown
 
 
+def test_an_arm_without_a_prediction_says_why(run: Run) -> None:
+    results, rows, steps = run
+    gone = {"predicted_step_s": None, "prediction_error": None, "not_predicted": "for a reason"}
+    arms = [{**arm, **gone} for arm in results["arms"]]
+
+    page = Page(render_report({**results, "arms": arms}, rows=rows, steps=steps))
+
+    assert "not predicted, for a reason." in " ".join(page.words)
+
+
 def test_a_number_that_is_not_in_results_json_would_be_seen(run: Run) -> None:
     results, rows, steps = run
     arms = [{**arm, "final_loss": (arm["final_loss"] or 0) + 1} for arm in results["arms"]]
