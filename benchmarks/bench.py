@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+LOAD_AT_START = os.getloadavg()[0]
+"""Before the benchmark itself made any."""
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray on this machine only, for minutes
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -81,8 +85,10 @@ def train_arm(
     homes = [("here", float(len(os.sched_getaffinity(0))))] * len(costs)
     prediction = predict(replace(arm, topology=links), costs, shape, homes=homes)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
+    before = cpu_by_phase(pool)
     for records in pipeline.train():
         one.meter.add(records)
+    used = cpu_by_phase(pool)
     summary = one.summary()
     if target is not None and not time_to_target(
         summary.losses, target=target, window=summary.final_window
@@ -94,20 +100,71 @@ def train_arm(
         "link_step_s": prediction.link_step_s,
         "link_to_compute": prediction.link_to_compute,
         "costs": [dict(own.phases) for own in costs],
+        "cpu_per_step_s": {
+            phase: (seconds - before.get(phase, 0.0)) / arm.num_steps
+            for phase, seconds in used.items()
+        },
         "message_s": [costs[0].push_s, costs[0].deliver_s],
         "settings": {key: str(value) for key, value in settings.items()},
     }
 
 
-def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Results with the environment they were taken in."""
-    from compressors import kernels
+def cpu_by_phase(actors: Any) -> dict[str, float]:
+    """CPU seconds so far of all stages: whole processes, and their lanes' work by phase."""
+    import ray
+
+    total: Counter[str] = Counter()
+    for own in ray.get([handle.cpu_by_phase.remote() for handle in actors.handles]):
+        total.update(own)
+    return dict(total)
+
+
+def physics(arm: Mapping[str, Any]) -> list[str]:
+    """The cells that stand beside every measured time: link time over compute time, and the limit
+    it implies, that is how much faster a step would be if nothing but compute took time."""
+    limit = arm["step_s"] / arm["compute_step_s"]
+    return [f"{arm['link_to_compute']:.1f}", f"{limit:.2f}x"]
+
+
+PHYSICS = ["link/compute", "limit"]
+"""The header of `physics`."""
+
+
+def stamp() -> dict[str, Any]:
+    """The code and the machine that made a result, and how busy the machine was before."""
     from ray_pipe.machine import environment
+
+    return {
+        "commit": _commit(),
+        "environment": environment(),
+        "load_at_start": LOAD_AT_START,
+    }
+
+
+def _commit() -> str | None:
+    """The commit, with a + if files differ from it; None outside a checkout."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(
+            ["git", *words], cwd=here, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write(path: Path, results: Mapping[str, Any], *, stamped: bool = True) -> None:
+    """Results with the code and environment they were taken with, unless each part has its own."""
+    from compressors import kernels
     from ray_pipe.metrics import to_json
 
     assert kernels.core() == "native", "no claim without the native core; run `make` first"
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"environment": environment(), "load_at_start": os.getloadavg()[0], **results}
+    body = {**stamp(), **results} if stamped else dict(results)
     path.write_text(to_json(body, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten to {os.path.relpath(path)}")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import arguments, markdown, stage_actors, train_arm, write
+from bench import PHYSICS, arguments, markdown, physics, stage_actors, train_arm, write
 
 SETTINGS: dict[str, Any] = {
     "codec.name": "fp32",
@@ -61,16 +61,25 @@ def main() -> None:
             apart = max(abs(a - b) for a, b in zip(our_losses, peer_losses, strict=True))
             assert apart < 1e-3, f"the two do not train the same model: losses {apart} apart"
             ratio = median(ours) / median(peers)
+            limits = {name: arm[name] for name in ("step_s", "compute_step_s", "link_to_compute")}
+            limits["step_s"] = median(ours)
             found.append(
                 {"schedule": schedule, "ours_s": median(ours), "peer_s": median(peers),
                  "ratio": ratio, "largest_loss_difference": apart,
-                 "ours_all_s": ours, "peer_all_s": peers}
+                 "ours_all_s": ours, "peer_all_s": peers, **limits}
             )  # fmt: skip
             rows.append(
-                [schedule, f"{median(ours):.3f} s", f"{median(peers):.3f} s", f"{ratio:.2f}x"]
+                [
+                    schedule,
+                    f"{median(ours):.3f} s",
+                    f"{median(peers):.3f} s",
+                    f"{ratio:.2f}x",
+                    *physics(limits),
+                ]
             )
             print(" ".join(rows[-1]), flush=True)
-    print("\n" + markdown(["schedule", "ray_pipe", "torch pipelining (gloo)", "ratio"], rows))
+    header = ["schedule", "ray_pipe", "torch pipelining (gloo)", "ratio", *PHYSICS]
+    print("\n" + markdown(header, rows))
     write(args.out, {"stages": args.stages, "schedules": found})
 
 

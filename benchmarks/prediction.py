@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 from statistics import median
 
-from bench import arguments, markdown, stage_actors, train_arm, write
+from bench import PHYSICS, arguments, markdown, physics, stage_actors, train_arm, write
 
 
 def main() -> None:
@@ -60,10 +60,12 @@ def main() -> None:
             f"{case['measured_step_s']:.3f} s",
             f"{case['predicted_step_s']:.3f} s",
             f"{100 * case['error']:+.1f} %",
+            *physics(case),
         ]
         for case in cases
     ]
-    print(markdown(["link", "codec", "stages", "schedule", "measured", "predicted", "off"], rows))
+    header = ["link", "codec", "stages", "schedule", "measured", "predicted", "off", *PHYSICS]
+    print(markdown(header, rows))
     write(args.out, {"median_error": median(errors), "worst_error": errors[-1], "cases": cases})
 
 

@@ -11,10 +11,11 @@ are the medians of its rounds. Losses are the same to the bit in each round.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from bench import arguments, load, markdown, stage_actors, train_arm, write
+from bench import arguments, load, markdown, stage_actors, stamp, train_arm, write
 
 PAPER_RATIO = 4.9
 SHAPE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 16, "data.num_samples": 512}
@@ -65,12 +66,18 @@ def main() -> None:
             ]
             arms = [middle(list(turns)) for turns in zip(*rounds, strict=True)]
             compare(arms)
-            found.append({"bandwidth_bps": bps, "is_paper_ratio": rate == "paper", "arms": arms})
+            found.append(
+                {
+                    "bandwidth_bps": bps,
+                    "is_paper_ratio": rate == "paper",
+                    **stamp(),
+                    "paper_bandwidth_bps": paper_bps,
+                    "settings": {**settings, "rounds": args.rounds},
+                    "arms": arms,
+                }
+            )
     if args.keep and args.out.exists():
-        done = {entry["is_paper_ratio"] or entry["bandwidth_bps"] for entry in found}
-        older = load(args.out)["rates"]
-        found += [e for e in older if (e["is_paper_ratio"] or e["bandwidth_bps"]) not in done]
-        found.sort(key=lambda entry: (not entry["is_paper_ratio"], entry["bandwidth_bps"]))
+        found = keep(load(args.out), found)
     rows = []
     for entry in found:
         plain = entry["arms"][0]
@@ -94,7 +101,26 @@ def main() -> None:
     header = ["link", "link/compute", "arm", "fp32 step", "own step", "faster step"]
     header += ["sooner at fp32's loss", "limit", "of compute alone", "loss gap"]
     print("\n" + markdown(header, rows))
-    write(args.out, {"paper_ratio": PAPER_RATIO, "paper_bandwidth_bps": paper_bps, "rates": found})
+    write(args.out, {"paper_ratio": PAPER_RATIO, "rates": found}, stamped=False)
+
+
+STAMPS = ("commit", "environment", "load_at_start", "paper_bandwidth_bps", "settings")
+
+
+def keep(older: Mapping[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The new rates with those of an earlier run that they do not repeat.
+
+    Each rate says by which code, on which machine and with which settings it was measured. In files
+    from before that, the header says it of all rates.
+    """
+
+    def place(entry: Mapping[str, Any]) -> Any:
+        return entry["is_paper_ratio"] or entry["bandwidth_bps"]
+
+    header = {name: older[name] for name in STAMPS if name in older}
+    done = {place(entry) for entry in found}
+    kept = [{**header, **entry} for entry in older["rates"] if place(entry) not in done]
+    return sorted([*found, *kept], key=lambda e: (not e["is_paper_ratio"], e["bandwidth_bps"]))
 
 
 def train_round(actors: Any, codecs: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -150,12 +176,11 @@ def compare(arms: list[dict[str, Any]]) -> None:
         arm["codec_share"] = codec_share(arm)
 
 
-def codec_share(arm: dict[str, Any]) -> float:
-    """Codec CPU per step over the CPU that two cores offer in a step."""
-    costs, step_s = arm["costs"], arm["step_s"]
-    edges = 2 * (len(costs) - 1)
-    per = sum(own.get("encode", 0.0) + own.get("decode", 0.0) for own in costs) / len(costs)
-    return per * edges * int(arm["settings"]["pipeline.micro_batches"]) / (2 * step_s)
+def codec_share(arm: Mapping[str, Any]) -> float:
+    """CPU time of encoding and decoding over all CPU time that the stages used in the arm's steps,
+    both measured while it trained."""
+    cpu = arm["cpu_per_step_s"]
+    return float((cpu.get("encode", 0.0) + cpu.get("decode", 0.0)) / cpu["process"])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import arguments, markdown, stage_actors, train_arm, write
+from bench import PHYSICS, arguments, markdown, physics, stage_actors, train_arm, write
 
 
 def main() -> None:
@@ -35,11 +35,13 @@ def main() -> None:
                     f"{push['step_s']:.3f} s",
                     f"{refs['step_s']:.3f} s",
                     f"{refs['step_s'] / push['step_s']:.2f}x",
+                    *physics(push),
                     "yes",
                 ]
             )
             print(" ".join(rows[-1]), flush=True)
-    print("\n" + markdown(["link", "push", "refs", "refs/push", "same losses to the bit"], rows))
+    header = ["link", "push", "refs", "refs/push", *PHYSICS, "same losses to the bit"]
+    print("\n" + markdown(header, rows))
     write(args.out, {"links": found})
 
 

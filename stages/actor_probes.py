@@ -53,6 +53,10 @@ class ProbeCalls(StageProcess):
         """CPU time of this process so far, all threads."""
         return time.process_time()
 
+    def cpu_by_phase(self) -> dict[str, float]:
+        """CPU seconds so far: of the whole process, and of the lanes' work by phase."""
+        return {"process": time.process_time(), **self._recorder.cpu_sums}
+
     def discard(self, frame: Any) -> None:
         """Where probes end."""
 

@@ -46,8 +46,8 @@ class Recorder:
     cpu: dict[str, deque[float]] = field(default_factory=dict)
     """CPU seconds of the latest single pieces of work, by phase."""
 
-    cpu_total: float = 0.0
-    """CPU seconds of all lanes so far."""
+    cpu_sums: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of all lanes so far, by phase."""
 
     _lock: Lock = field(default_factory=Lock, repr=False)
 
@@ -67,8 +67,14 @@ class Recorder:
     def add_cpu(self, phase: str, seconds: float) -> None:
         """Note what one piece of work cost, whoever else was using the cores."""
         with self._lock:
-            self.cpu_total += seconds
+            self.cpu_sums[phase] = self.cpu_sums.get(phase, 0.0) + seconds
             self.cpu.setdefault(phase, deque(maxlen=1000)).append(seconds)
+
+    @property
+    def cpu_total(self) -> float:
+        """CPU seconds of all lanes so far."""
+        with self._lock:
+            return sum(self.cpu_sums.values())
 
     def drain(self) -> tuple[tuple[Span, ...], dict[str, float]]:
         """What was noted since the last drain."""

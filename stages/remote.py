@@ -27,6 +27,7 @@ GROUPS = {
     "sees_stopped": "control",
     "cpu_seconds": "control",
     "cpu_beside_lanes": "control",
+    "cpu_by_phase": "control",
     "write_kept": "save",
     "sees": "save",
     "carry": "carry",

@@ -1,0 +1,90 @@
+"""What the benchmarks compute from what they measured, and that all of them are accounted for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a benchmark by name, and leaves neither its path nor its settings behind."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def entry(bps: float, *, paper: bool = False, **more: Any) -> dict[str, Any]:
+    return {"bandwidth_bps": bps, "is_paper_ratio": paper, "arms": [], **more}
+
+
+def test_a_rate_that_is_kept_keeps_what_it_was_measured_with(script: Any) -> None:
+    older = {
+        "paper_ratio": 4.9,
+        "rates": [
+            entry(4e7, paper=True, commit="old", load_at_start=1.0, paper_bandwidth_bps=4e7),
+            entry(1e7, commit="older", load_at_start=9.0, paper_bandwidth_bps=3e7),
+        ],
+    }
+    new = entry(5e7, paper=True, commit="new", load_at_start=0.1, paper_bandwidth_bps=5e7)
+
+    found = script("speed").keep(older, [new])
+
+    assert [(e["commit"], e["load_at_start"], e["paper_bandwidth_bps"]) for e in found] == [
+        ("new", 0.1, 5e7),
+        ("older", 9.0, 3e7),
+    ]
+
+
+def test_a_rate_of_an_older_file_takes_over_that_files_header(script: Any) -> None:
+    older = {
+        "environment": {"cores": 2}, "load_at_start": 3.9, "paper_bandwidth_bps": 31.3e6,
+        "rates": [entry(1e7)],
+    }  # fmt: skip
+
+    (_, kept) = script("speed").keep(older, [entry(4e7, paper=True, load_at_start=0.1)])
+
+    assert kept["environment"] == {"cores": 2}
+    assert (kept["load_at_start"], kept["paper_bandwidth_bps"]) == (3.9, 31.3e6)
+
+
+def test_the_codecs_share_is_of_all_cpu_time_measured_in_the_run(script: Any) -> None:
+    cpu = {"process": 2.0, "encode": 0.03, "decode": 0.01, "forward": 0.5}
+
+    assert script("speed").codec_share({"cpu_per_step_s": cpu}) == pytest.approx(0.02)
+
+
+def test_the_limit_is_what_nothing_but_compute_would_take(script: Any) -> None:
+    arm = {"step_s": 3.0, "compute_step_s": 0.5, "link_to_compute": 4.94}
+
+    assert script("bench").physics(arm) == ["4.9", "6.00x"]
+
+
+def test_every_benchmark_is_run_or_left_out_for_a_reason(script: Any) -> None:
+    run_all = script("run_all")
+    parts = {"bench", "readme", "run_all", "quality_tables", "row_tables", "sync_tables"}
+    run = {words[0].removesuffix(".py") for words in run_all.RUNS.values()} - {"-m"}
+    left = {name.split(" ")[0] for name in run_all.LEFT_OUT}
+
+    assert {path.stem for path in FOLDER.glob("*.py")} == run | parts | (left - {"compare_sync"})
+
+
+def test_every_benchmark_that_the_readme_quotes_is_run(script: Any) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    quoted = set(re.findall(r"\b(\w+)\.py\b", text)) & {path.stem for path in FOLDER.glob("*.py")}
+
+    assert quoted <= script("run_all").RUNS.keys()
+    assert len(quoted) > 8
