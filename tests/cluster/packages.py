@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+CACHE = Path(__file__).resolve().parents[2] / "build" / "rig"
 PROGRAMS = {"sshd": "/usr/sbin/sshd", "ssh": "/usr/bin/ssh", "rsync": "/usr/bin/rsync"}
 PACKAGES = (
     "openssh-server",
@@ -56,3 +57,12 @@ def ssh_layer(cache: Path) -> Path | None:
     shutil.rmtree(root, ignore_errors=True)
     (aside / "root").rename(root)
     return root
+
+
+def why_no_ssh(cache: Path = CACHE) -> str | None:
+    """Why `ray up` cannot be tried on a rig here; None where it can. CI says it aloud."""
+    try:
+        ssh_layer(cache)
+    except NoPackages as error:
+        return str(error)
+    return None

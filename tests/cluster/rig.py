@@ -29,10 +29,9 @@ from pathlib import Path
 
 from ray_pipe.cluster import SYSTEM_CONFIG
 from tests.cluster.host import REPOSITORY, Host, RigError, do
-from tests.cluster.packages import ssh_layer
+from tests.cluster.packages import CACHE, ssh_layer
 from tests.cluster.rig_remains import RIGS, START_TIMEOUT_S, destroy, sweep
 
-CACHE = REPOSITORY / "build" / "rig"
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount", "setpriv")
 NETWORK = "10.99.0"
 FIRST_ADDRESS = 10

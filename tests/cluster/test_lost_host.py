@@ -1,8 +1,9 @@
-"""A host of the cluster dies under a run: the run goes on without it, to the same losses.
+"""A host of the cluster is lost under a run: the run goes on without it, to the same losses.
 
-All processes of the host end at once, as when its power fails: the stage, its black box, its warm
-spare and Ray's own. The stage goes to a host that is left, to the spare that waits there, and all
-stages to the newest checkpoint.
+Killed: all processes of the host end at once, as when its power fails: the stage, its black box,
+its warm spare and Ray's own. The stage goes to a host that is left, to the spare that waits there,
+and all stages to the newest checkpoint. Cut off: the same, but its processes live on, and come back
+when the cable is mended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,24 @@ from tests.cluster.rig import Rig
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NUM_HOSTS, STEPS, EVERY, FATAL = 3, 40, 4, 10
+STAGE = re.compile(r"^ray::(PipelineStage|SpareStage|acsgd step)", re.MULTILINE)
+"""How Ray titles the processes of stages."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     with Rig(NUM_HOSTS) as rig:
         rig.start_ray()
         rig.set_rate(20e6)
         yield rig
+
+
+@pytest.fixture(scope="module")
+def unbroken(rig: Rig) -> list[float]:
+    run = Run(rig, "unbroken")
+    said = run.end()
+    assert run.process.returncode == 0, said
+    return run.losses
 
 
 class Run:
@@ -64,28 +75,83 @@ class Run:
         return [loss for _, _, loss in self.results["arms"][0]["losses"]]
 
 
-def test_a_host_that_dies_is_done_without_and_the_losses_are_the_same(rig: Rig) -> None:
-    unbroken = Run(rig, "unbroken")
-    said = unbroken.end()
-    assert unbroken.process.returncode == 0, said
-    run = Run(rig, "killed")
-    run.wait_for_step(FATAL)
+def num_alive(rig: Rig) -> int:
+    script = "import ray; ray.init('auto', log_to_driver=False); "
+    script += "print('alive:', sum(node['Alive'] for node in ray.nodes()))"
+    said = rig.hosts[0].run([rig.python, "-c", script]).stdout
+    return int(said.partition("alive:")[2])
 
-    rig.kill_host(2)
-    killed = time.monotonic()
-    said = run.end()
 
+def come_back(rig: Rig, lost: int) -> None:
+    """All hosts take part again, for the next test."""
+    ray = [rig.python, "-m", "ray.scripts.scripts"]
+    rig.hosts[lost].run([*ray, "stop", "--force"], check=False)
+    wait_for("Ray sees the loss", lambda: num_alive(rig) < NUM_HOSTS)
+    rig.start_ray([lost])
+    wait_for("the host is back", lambda: num_alive(rig) == NUM_HOSTS)
+
+
+def wait_for(what: str, ready: Callable[[], bool], *, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(0.5)
+
+
+def check_failure(run: Run, said: str, lost: int) -> None:
+    """The stage of the lost host was missed, and went to the spare of another one."""
     assert "Traceback" not in said
     assert run.process.returncode == 0, said
-    assert run.losses == unbroken.losses
     failure = run.results["failures"][0]
     # Silence is all there is to see: Ray calls it a death after its health checks, the driver no
     # answer after its own deadline, whichever is sooner.
-    words = {"died": "stage 2 died", "hung": "stage 2 did not answer"}[failure["kind"]]
-    assert (failure["stage"], failure["replaced"]) == (2, [2])
+    words = {"died": f"stage {lost} died", "hung": f"stage {lost} did not answer"}[failure["kind"]]
+    assert (failure["stage"], failure["replaced"]) == (lost, [lost])
     assert failure["source"] == "checkpoint"
     assert (failure["resumed_from"] + 1) % EVERY == 0
-    assert failure["spares"] == [2]  # the one that waited on another host
+    assert failure["spares"] == [lost]  # the one that waited on another host
     assert failure["recovery_s"] < 60
     assert re.search(rf"{words} in step \d+", " ".join(said.split()))
-    assert time.monotonic() - killed < 150
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["in the middle", "at the end"])
+def test_a_host_that_dies_is_done_without_and_the_losses_are_the_same(
+    rig: Rig, unbroken: list[float], lost: int
+) -> None:
+    run = Run(rig, f"killed-{lost}")
+    run.wait_for_step(FATAL)
+
+    rig.kill_host(lost)
+    killed = time.monotonic()
+    said = run.end()
+    took_s = time.monotonic() - killed
+    rig.revive_host(lost)
+    come_back(rig, lost)
+
+    check_failure(run, said, lost)
+    assert run.losses == unbroken
+    assert took_s < 150
+
+
+def test_a_stage_that_was_cut_off_and_comes_back_does_no_harm(
+    rig: Rig, unbroken: list[float]
+) -> None:
+    lost = 1
+    run = Run(rig, "cut")
+    run.wait_for_step(FATAL)
+
+    rig.cut(lost)
+    try:
+        run.wait_for_step(FATAL + 6)  # more than was under way: the run goes on without it
+    finally:
+        rig.mend(lost)
+    said = run.end()
+
+    check_failure(run, said, lost)
+    assert run.losses == unbroken
+    assert len(run.results["failures"]) == 1, "its return was another failure"
+
+    def is_gone() -> bool:
+        return not STAGE.search(rig.hosts[lost].run(["ps", "-e", "-o", "args="]).stdout)
+
+    wait_for("the stage that was cut off has ended", is_gone)

@@ -20,8 +20,8 @@ import yaml
 
 from tests.cluster.host import REPOSITORY
 from tests.cluster.login import USER, open_doors, ray_command
-from tests.cluster.packages import NoPackages, ssh_layer
-from tests.cluster.rig import CACHE, Rig
+from tests.cluster.packages import why_no_ssh
+from tests.cluster.rig import Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -77,10 +77,9 @@ def wait_for(what: str, ready: Callable[[], bool], *, timeout_s: float) -> float
 
 @pytest.fixture(scope="module")
 def laptop() -> Iterator[Laptop]:
-    try:
-        ssh_layer(CACHE)
-    except NoPackages as error:
-        pytest.skip(str(error))
+    reason = why_no_ssh()
+    if reason is not None:
+        pytest.skip(f"ray up is not tried: {reason}")
     with Rig(NUM_NODES, laptop=True) as rig:
         open_doors(rig)
         assert rig.laptop is not None

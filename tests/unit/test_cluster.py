@@ -9,6 +9,7 @@ import pytest
 
 from ray_pipe import cluster
 from ray_pipe.errors import ClusterError
+from ray_pipe.planner.placement import Node
 
 
 class FakeRay:
@@ -106,3 +107,52 @@ def test_a_ray_of_our_own_that_starts_too_slowly_is_started_again(
             cluster.connect(None).__enter__()
 
     assert fake.asked == asked  # type: ignore[attr-defined]
+
+
+class Settled:
+    """Stage actors without Ray: only who sits in which bundle."""
+
+    def __init__(self, homes: list[str], *, spares: list[object] | None = None) -> None:
+        self.actors: Any = cluster.StageActors.__new__(cluster.StageActors)
+        self.actors._homes = [home * 56 for home in homes]  # Ray's ids are so long
+        self.actors._group = None
+        self.actors.handles = [object() for _ in homes]
+        self.actors._bundles = {handle: i for i, handle in enumerate(self.actors.handles)}
+        self.actors.spares = SimpleNamespace(handles=spares or [])
+
+    def die(self, stage: int) -> None:
+        self.actors._bundles.pop(self.actors.handles[stage])
+
+    def start_on(self, node: str) -> tuple[object, int | None]:
+        """The new actor, and the bundle that it was started in."""
+        seen: list[Any] = []
+
+        def start(strategy: Any) -> object:
+            seen.append(strategy)
+            return object()
+
+        handle = self.actors._settle(Node(id=node * 56, ip="10.0.0.1"), start)
+        return handle, getattr(seen[0], "placement_group_bundle_index", None)
+
+
+def test_a_new_actor_takes_the_bundle_that_the_dead_one_left_on_its_node() -> None:
+    settled = Settled(["a", "a", "b"])
+    settled.die(1)
+
+    assert settled.start_on("b")[1] is None  # that node's only bundle is in use
+    handle, bundle = settled.start_on("a")
+    assert bundle == 1
+    settled.actors.handles[1] = handle
+    assert settled.start_on("a")[1] is None
+
+
+def test_a_bundle_is_free_again_when_the_spare_in_it_is_gone() -> None:
+    settled = Settled(["a"])
+    settled.die(0)
+    spare, bundle = settled.start_on("a")
+    settled.actors.spares.handles.append(spare)
+
+    assert bundle == 0
+    assert settled.start_on("a")[1] is None
+    settled.actors.spares.handles.clear()
+    assert settled.start_on("a")[1] == 0

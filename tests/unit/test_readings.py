@@ -41,6 +41,18 @@ def read(records: list[StepRecord], meter: ArmMeter) -> dict[tuple[str, str], fl
     }
 
 
+def test_gradients_lost_with_a_shard_are_counted_where_there_are_any() -> None:
+    meter, (records, *_) = steps()
+    row = meter.add(records)
+    seen = {"tau": 4.0, "staleness": {"1": 3.0}, "new_lost_pushes": 5.0}
+
+    found = {one.name: one.value for one in of_step(replace(row, embedding=seen), records)}
+    none = {one.name for one in of_step(replace(row, embedding={**seen, "new_lost_pushes": 0}), [])}
+
+    assert found["pipe_embedding_lost_pushes_total"] == 5
+    assert "pipe_embedding_lost_pushes_total" not in none
+
+
 def test_a_step_gives_the_numbers_of_its_row_and_records() -> None:
     meter, (records, *_) = steps()
     records[1] = replace(
