@@ -25,10 +25,9 @@ from stages.schedule import actions_of
 STAGES, STEPS, FATAL, MICRO_BATCHES = 3, 5, 2, 3
 
 
-@cache
-def make_arm(codec: str = "acsgd", schedule: str = "gpipe", **changes: Any) -> Arm:
+def tiny_config(codec: str = "acsgd", schedule: str = "gpipe", **changes: Any) -> RunConfig:
     """A tiny training: three stages of one block, five steps over twelve samples."""
-    config = RunConfig.from_dict(
+    return RunConfig.from_dict(
         {
             "compare": [],
             "codec.name": codec,
@@ -49,6 +48,12 @@ def make_arm(codec: str = "acsgd", schedule: str = "gpipe", **changes: Any) -> A
             **changes,
         }
     )
+
+
+@cache
+def make_arm(codec: str = "acsgd", schedule: str = "gpipe", **changes: Any) -> Arm:
+    """The only arm of a tiny training."""
+    config = tiny_config(codec, schedule, **changes)
     return arms_of(config, gpt_workload(config))[0]
 
 

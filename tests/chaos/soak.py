@@ -1,23 +1,30 @@
-"""A long run with random faults: does anything grow, does anything stay behind?
+"""A long run with random faults: are its losses right, does anything grow, is anything left behind?
 
     python tests/chaos/soak.py --minutes 20 --seed 0        (make soak)
 
-Trains a tiny model in three stages over links that lose, repeat, delay and damage frames, and
-every few seconds kills or stops a stage. Prints the slope of the memory of the driver and of the
-stages, and counts actors, object refs, open files, threads and black boxes at the beginning and at
-the end. Exit status 1 if something leaked, or if the losses differ from an unbroken run's.
+The whole command, `driver.run`: AC-SGD with its rows in a spill file, checkpoints, metrics, the
+monitor, in three stages over links that lose, repeat, delay and damage frames, while every few
+seconds stage 1 or 2 is killed or stopped. Stage 0 and the driver live from beginning to end, so
+that their memory has a slope worth the name. Every loss is compared, to the bit, with a rehearsal
+in virtual time in which nothing happens. What was found goes to benchmarks/results/soak.json.
+Exit status 1 if a loss differs or something leaks; `soak_judge` says what a leak is.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import platform
 import random
 import signal
 import sys
 import tempfile
 import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,54 +40,202 @@ os.environ.update(
 
 import ray
 import torch
-from killing import STAGES, make_arm
+from killing import STAGES, summary_of, tiny_config, way_of
+from soak_judge import Growth, Limits, counts_that_grew, judge
 
-from ray_pipe.cluster import StageActors
+from netsim.clock import run_virtual
+from ray_pipe import driver
+from ray_pipe.config import RunConfig
+from ray_pipe.metrics import ArmMeter
 from ray_pipe.pipeline import Pipeline
-from stages.mishap import LinkFault
+from ray_pipe.plans import Arm, arms_of
+from ray_pipe.progress import PlainProgress, plain_console
+from ray_pipe.recovery import Failure
+from ray_pipe.workload import gpt_workload
+from stages.compute import Compute
+from stages.mishap import INJECTED, LinkFault
+from stages.record import StepRecord
+from stages.rehearsal import LocalPipeline
 
-MB = 1 << 20
-SAMPLE_S = 2.0
-SETTLE_S = 15.0
-"""A process is measured from this age on: imports and caches are done."""
+SPARED = 0
+"""The stage that is never killed."""
 
-MAX_DRIVER_SLOPE = 40.0
-"""MB an hour. A leak of one small record a step would be several hundred."""
+LOOK_S = 2.0
+SETTLE_S = 20.0
+"""Measured from then on: imports, caches and the first spare are done."""
 
-MAX_STAGE_SLOPE = 60.0
-MAX_MORE = {"actors": 0, "refs": 40, "files": 12, "threads": 6, "boxes": 0}
-CHECKED_STEPS = 40
+LIMITS = {"driver": Limits(mb=24.0, mb_per_hour=40.0), "stage": Limits(mb=16.0, mb_per_hour=30.0)}
+MAX_MORE = {
+    "actors": 0, "refs": 8, "driver files": 3, "driver threads": 2, "stage files": 3,
+    "stage threads": 2, "boxes": 0, "spill files": 0, "checkpoints": 0,
+}  # fmt: skip
 LINK_FAULTS = tuple(
     (source, LinkFault(target=target, action=action, share=0.002, by_s=by_s))
     for source, target in ((0, 1), (1, 2), (2, 1), (1, 0))
     for action, by_s in (("drop", 0.0), ("duplicate", 0.0), ("delay", 0.02), ("corrupt", 0.0))
 )
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
+
+
+class Enough(Exception):
+    """The time is over."""
+
+
+def config_of(folder: Path) -> RunConfig:
+    return tiny_config(
+        "acsgd",
+        "1f1b",
+        **{
+            "name": "soak",
+            "out": str(folder / "runs"),
+            "steps": 10**6,
+            "checkpoint.every": 100,
+            "codec.spill_dir": str(folder / "spill"),
+            "codec.spill_ram": 1024,  # a row of 1 kB: nearly all are on the disk
+            "faults.max_failures": -1,
+            "faults.black_box": str(folder / "boxes"),
+            "faults.spare_after_s": 0.0,
+            "deadline_s": "6s",
+            "faults.min_deadline_s": "6s",
+        },
+    )
+
+
+def rehearse(config: RunConfig, num_steps: int, note: Callable[[list[StepRecord]], object]) -> None:
+    """The same run without actors, faults, spill files or time; `note` gets each step's records."""
+    config = replace(config, codec=replace(config.codec, spill_dir=None))
+    arm = arms_of(config, gpt_workload(config))[0]
+    specs = arm.specs()
+
+    def compute_of(index: int) -> Compute:
+        spec = specs[index]
+        return Compute(
+            spec.build(), optim=spec.optim, loss=spec.loss, recompute=spec.recompute,
+            precision=spec.precision, seed=spec.seed * 1009 + spec.node,
+        )  # fmt: skip
+
+    async def main() -> None:
+        pipeline = LocalPipeline(specs=specs, compute_of=compute_of, samples=arm.workload.samples)
+        for first in range(0, num_steps, 50):
+            plans = [arm.plan(step) for step in range(first, min(first + 50, num_steps))]
+            for records in await pipeline.run(plans):
+                note(records)
+
+    run_virtual(main())
 
 
 @dataclass
 class Watch:
-    """Memory over time, by process; counts of what could leak."""
+    """Strikes, and looks at what could grow."""
 
-    started: dict[int, float] = field(default_factory=dict)
-    samples: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    seed: int
+    minutes: float
+    every_s: float
+    folder: Path
+    say: Any
+    pipeline: Pipeline | None = None
+    meter: ArmMeter | None = None
+    losses: list[float | None] = field(default_factory=list)
+    injected: Counter[str] = field(default_factory=Counter)
+    healed: int = 0
+    struck: Counter[str] = field(default_factory=Counter)
+    memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    counts: list[dict[str, int]] = field(default_factory=list)
+    before: Any = None
+    rows_before: int = 0
 
-    def look(self, pids: list[int]) -> None:
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.start = self.next_look = time.monotonic()
+        self.next_fault = self.start + SETTLE_S
+
+    def on_step(self, arm: str, row: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        for pid in [os.getpid(), *pids]:
-            with suppress(OSError):
-                born = self.started.setdefault(pid, now)
-                if now - born > SETTLE_S:
-                    self.samples.setdefault(pid, []).append((now, rss_mb(pid)))
+        if row["step"] == 0:
+            self.start = now
+            self.next_look = self.next_fault = now + min(SETTLE_S, 12 * self.minutes)
+        self.losses.append(row["loss"])
+        for event in row["events"]:
+            if event.startswith(INJECTED):
+                self.injected[event.split(": ")[1].split(" of ")[0]] += 1
+            self.healed += "was sent again" in event or "was told to stage" in event
+        if now > self.next_look:
+            self.look(now)
+            self.next_look = time.monotonic() + LOOK_S
+        if now > self.start + 60 * self.minutes:
+            raise Enough
+        if now > self.next_fault:
+            self.strike(row["step"])
+            self.next_fault = time.monotonic() + self.every_s * self.random.uniform(0.5, 1.5)
 
-    def slope(self, pid: int) -> float | None:
-        """MB an hour, by least squares; None for a process that did not live long enough."""
-        points = self.samples.get(pid, [])
-        if len(points) < 10:
-            return None
-        n = len(points)
-        mean_t, mean_m = sum(t for t, _ in points) / n, sum(m for _, m in points) / n
-        spread = sum((t - mean_t) ** 2 for t, _ in points)
-        return 3600 * sum((t - mean_t) * (m - mean_m) for t, m in points) / spread
+    def strike(self, step: int) -> None:
+        """One fault to one stage, from outside."""
+        assert self.pipeline is not None
+        stage = self.random.choice([i for i in range(STAGES) if i != SPARED])
+        number = signal.SIGSTOP if self.random.random() < 0.2 else signal.SIGKILL
+        with suppress(ProcessLookupError):
+            os.kill(self.pipeline.infos[stage]["pid"], number)
+        self.struck[f"{number.name} stage {stage}"] += 1
+        self.say(
+            f"{time.monotonic() - self.start:6.0f} s, step {step}: {number.name} stage {stage}"
+        )
+
+    def look(self, now: float) -> None:
+        assert self.pipeline is not None
+        assert self.meter is not None
+        own, spared = os.getpid(), self.pipeline.infos[SPARED]["pid"]
+        for name, pid in (("driver", own), (f"stage {SPARED}", spared)):
+            self.memory.setdefault(name, []).append((now - self.start, rss_mb(pid)))
+        if self.before is None and tracemalloc.is_tracing():
+            self.before, self.rows_before = tracemalloc.take_snapshot(), len(self.meter.rows)
+        gc.collect()  # an exception and its traceback hold each other, and what the frames held
+        worker: Any = ray._private.worker.global_worker
+        names: Any = ray.util.list_named_actors
+        self.counts.append(
+            {
+                "actors": len(names(all_namespaces=True)),
+                "refs": len(worker.core_worker.get_all_reference_counts()),
+                "driver files": len(os.listdir(f"/proc/{own}/fd")),
+                "driver threads": len(os.listdir(f"/proc/{own}/task")),
+                "stage files": len(os.listdir(f"/proc/{spared}/fd")),
+                "stage threads": len(os.listdir(f"/proc/{spared}/task")),
+                "boxes": len(list((self.folder / "boxes").glob("*/*"))),
+                "spill files": len(list((self.folder / "spill").rglob("*"))),
+                "checkpoints": len(
+                    list((self.folder / "runs").glob("*/checkpoints/*/checkpoint*"))
+                ),
+            }
+        )
+
+    def python_growth(self) -> dict[str, Any]:
+        """What Python objects were added a step since the first look, and where."""
+        if self.before is None or self.meter is None:
+            return {}
+        steps = max(1, len(self.meter.rows) - self.rows_before)
+        changes = tracemalloc.take_snapshot().compare_to(self.before, "lineno")
+        places = []
+        for change in changes[:8]:
+            frame = change.traceback[0]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            places.append(f"{where}: {change.size_diff / steps:.0f}")
+        total = sum(change.size_diff for change in changes)
+        return {"bytes_per_step": total / steps, "bytes_per_step_by_line": places}
+
+
+def row_bytes(config: RunConfig) -> float:
+    """What the driver keeps of each step on purpose: its row, for the report and the results."""
+    records: list[list[StepRecord]] = []
+    rehearse(config, 60, records.append)
+    tracemalloc.start()
+    meter = ArmMeter("acsgd")
+    for step in records[:20]:
+        meter.add(step)
+    before = tracemalloc.get_traced_memory()[0]
+    for step in records[20:]:
+        meter.add(step)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return grown / (len(records) - 20)
 
 
 def rss_mb(pid: int) -> float:
@@ -90,124 +245,81 @@ def rss_mb(pid: int) -> float:
     return 0.0
 
 
-def threads(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
+def run(config: RunConfig, watch: Watch) -> list[Failure]:
+    """Train until the time is over; returns the failures that were survived."""
+    failures: list[list[Failure]] = []
+    observer = PlainProgress(plain_console(sys.stderr))
+    observer.on_step = watch.on_step  # type: ignore[method-assign]
+    right_prepare, right_arms = driver.prepare, driver.arms_of
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        pipeline, one = right_prepare(*args, **options)
+        watch.pipeline, watch.meter = pipeline, one.meter
+        failures.append(options["failures"])
+        return pipeline, one
+
+    def faulty(*args: Any) -> list[Arm]:
+        return [replace(arm, link_faults=LINK_FAULTS) for arm in right_arms(*args)]
+
+    driver.prepare, driver.arms_of = prepare, faulty  # type: ignore[assignment]
+    try:
+        driver.run(config, observer)
+    except Enough:
+        pass
+    finally:
+        driver.prepare, driver.arms_of = right_prepare, right_arms
+    return failures[0]
 
 
-def counts(pids: list[int], folder: Path) -> dict[str, int]:
-    gc.collect()  # an exception and its traceback hold each other, and what the frames held
-    worker: Any = ray._private.worker.global_worker
-    names: Any = ray.util.list_named_actors
-    boxes = list(folder.glob("*/*"))
+def report(config: RunConfig, watch: Watch, failures: list[Failure], kept: float) -> dict[str, Any]:
+    """All that was found, and whether all is well."""
+    watch.say(f"{len(watch.losses)} steps; rehearsing them without faults")
+    right: list[float | None] = []
+    rehearse(config, len(watch.losses), lambda records: right.append(records[-1].loss))
+    differ = [
+        i for i, pair in enumerate(zip(watch.losses, right, strict=True)) if pair[0] != pair[1]
+    ]
+    seconds = watch.memory["driver"][-1][0] - watch.memory["driver"][0][0]
+    rate = len(watch.losses) / max(1e-9, 60 * watch.minutes)
+    growths: dict[str, Growth | None] = {}
+    for name, points in watch.memory.items():
+        explained = kept * rate * 3600 / 2**20 if name == "driver" else 0.0
+        growths[name] = judge(points, LIMITS[name.split()[0]], explained_mb_per_hour=explained)
+    ways: dict[str, dict[str, list[Any]]] = {}
+    for failure in failures:
+        ways.setdefault(way_of(failure), {}).setdefault("all", []).append(failure.as_dict())
+    grew = counts_that_grew(watch.counts, MAX_MORE)
+    trouble = [f"{len(differ)} losses differ, the first of step {differ[0]}"] if differ else []
+    trouble += [f"{name}: {g.why}" for name, g in growths.items() if g is not None and g.leaks]
+    trouble += [f"{name}: {before} -> {after}" for name, (before, after) in grew.items()]
+    trouble += [f"{f} was not survived" for f in failures if f.resumed_from is None]
+    if not failures or not watch.injected:
+        trouble.append("no fault was injected: nothing was tested")
     return {
-        "actors": len(names(all_namespaces=True)),
-        "refs": len(worker.core_worker.get_all_reference_counts()),
-        "files": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in [os.getpid(), *pids]),
-        "threads": sum(threads(pid) for pid in [os.getpid(), *pids]),
-        "boxes": len(boxes),
+        "command": f"python tests/chaos/soak.py --minutes {watch.minutes:g} --seed {watch.seed}",
+        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, ray {ray.__version__}",
+        "seconds_watched": seconds,
+        "steps": len(watch.losses),
+        "losses_equal": len(watch.losses) - len(differ),
+        "struck": dict(watch.struck),
+        "failures": len(failures),
+        "by_kind": dict(Counter(failure.kind for failure in failures)),
+        "recovery": {way: summary_of(cases) for way, cases in ways.items()},
+        "frames_injected": dict(watch.injected),
+        "frames_healed": watch.healed,
+        "row_bytes_kept_per_step": kept,
+        "python_growth": watch.python_growth(),
+        "memory": {name: None if g is None else g.as_dict() for name, g in growths.items()},
+        "memory_points": {
+            name: [[round(t), round(mb, 1)] for t, mb in points[:: max(1, len(points) // 60)]]
+            for name, points in watch.memory.items()
+        },
+        "counts": {name: [look[name] for look in watch.counts[::10]] for name in MAX_MORE},
+        "limits": {name: [limits.mb, limits.mb_per_hour] for name, limits in LIMITS.items()}
+        | MAX_MORE,
+        "trouble": trouble,
     }
-
-
-def trouble(source: random.Random, pipeline: Pipeline) -> str:
-    """One fault to one stage, from outside."""
-    stage = source.randrange(STAGES)
-    number = signal.SIGSTOP if source.random() < 0.2 else signal.SIGKILL
-    with suppress(ProcessLookupError):
-        os.kill(pipeline.infos[stage]["pid"], number)
-    return f"{number.name} stage {stage}"
-
-
-def run(minutes: float, seed: int, every_s: float, folder: Path, say: Any) -> bool:
-    source = random.Random(seed)
-    options: dict[str, Any] = {
-        "schedule": "1f1b",
-        "codec": "fp32",  # a frame sent again is the same frame
-        "faults.max_failures": -1,
-        "faults.black_box": str(folder),
-        "deadline_s": "6s",
-        "faults.min_deadline_s": "6s",
-    }
-    arm = replace(make_arm(**options), num_steps=10**9)
-    with StageActors(STAGES, spares=1) as actors:
-        plain = Pipeline(actors, replace(arm, num_steps=CHECKED_STEPS), epoch_s=time.time())
-        right = [records[-1].loss for records in plain.train()]
-        del plain
-        pipeline = Pipeline(actors, replace(arm, link_faults=LINK_FAULTS), epoch_s=time.time())
-        pipeline.on_failure = lambda failure: say(f"  {failure}")
-        losses, watch = [], Watch()
-        pids = [info["pid"] for info in pipeline.infos]
-        begin: dict[str, int] = {}
-        start = next_look = time.monotonic()
-        end, next_fault = start + 60 * minutes, start + every_s
-        training = pipeline.train()
-        for records in training:
-            losses.append(records[-1].loss)
-            now = time.monotonic()
-            pids = [info["pid"] for info in pipeline.infos]
-            pipeline.losses.pop(records[0].step - 1000, None)
-            if not begin and now - start > 5:
-                begin = counts(pids, folder)
-            if now > next_look:
-                watch.look(pids)
-                next_look = now + SAMPLE_S
-            if now > end:
-                break
-            if now > next_fault:
-                say(f"{now - start:6.0f} s, step {records[0].step}: {trouble(source, pipeline)}")
-                next_fault = time.monotonic() + every_s * source.uniform(0.5, 1.5)
-        pipeline.settle()
-        pids = [info["pid"] for info in pipeline.infos]
-        time.sleep(2.0)
-        return report(begin, counts(pids, folder), watch, pids, losses, right, pipeline, say)
-
-
-def report(
-    begin: dict[str, int],
-    end: dict[str, int],
-    watch: Watch,
-    pids: list[int],
-    losses: list[Any],
-    right: list[Any],
-    pipeline: Pipeline,
-    say: Any,
-) -> bool:
-    """Print what was found; whether all is well."""
-    good = True
-    num = len(pipeline.failures)
-    times = sorted(f.recovery_s for f in pipeline.failures if f.recovery_s is not None)
-    middle = times[len(times) // 2] if times else float("nan")
-    say(f"{len(losses)} steps, {num} failures, recovery median {middle:.1f} s")
-    for name, more in MAX_MORE.items():
-        grown = end[name] - begin[name]
-        good &= grown <= more
-        say(f"{name:8} {begin[name]:5} -> {end[name]:5}{'   LEAK' if grown > more else ''}")
-    worker: Any = ray._private.worker.global_worker
-    held: dict[str, int] = {}
-    for ref in worker.core_worker.get_all_reference_counts().values():
-        kind = ", ".join(key for key, value in ref.items() if value)
-        held[kind] = held.get(kind, 0) + 1
-    say(f"refs by kind at the end: {held}")
-    for pid in watch.samples:
-        slope = watch.slope(pid)
-        if slope is None:
-            continue
-        who, limit = ("stage", MAX_STAGE_SLOPE)
-        if pid == os.getpid():
-            who, limit = ("driver", MAX_DRIVER_SLOPE)
-        points = watch.samples[pid]
-        seconds = points[-1][0] - points[0][0]
-        # Over a short life the slope is noise: what matters is what was added.
-        leaks = slope > limit and slope * seconds / 3600 > 15.0
-        good &= not leaks
-        say(
-            f"{who:6} {pid}: {points[0][1]:.0f} -> {points[-1][1]:.0f} MB in {seconds:.0f} s, "
-            f"slope {slope:+.1f} MB/h{'   LEAK' if leaks else ''}"
-        )
-    if losses[: len(right)] != right[: len(losses)]:
-        good = False
-        say("the losses differ from those of the unbroken run")
-    say("no leak" if good else "FAILED")
-    return good
 
 
 def main() -> int:
@@ -215,26 +327,40 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--trace", action="store_true", help="which lines of the driver allocate")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=200 * MB,
-    )
 
     def say(text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    try:
-        with tempfile.TemporaryDirectory(prefix="ray_pipe-soak-") as folder:
-            return 0 if run(args.minutes, args.seed, args.every, Path(folder), say) else 1
-    finally:
-        ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="ray_pipe-soak-") as name:
+        folder = Path(name)
+        for part in ("spill", "boxes", "runs"):
+            (folder / part).mkdir()
+        config = config_of(folder)
+        kept = row_bytes(config)
+        if args.trace:
+            tracemalloc.start()
+        watch = Watch(args.seed, args.minutes, args.every, folder, say)
+        failures = run(config, watch)
+        left = [path for part in ("spill", "boxes") for path in (folder / part).rglob("slot-*")]
+        found = report(config, watch, failures, kept)
+        found["trouble"] += [f"left behind: {path.name}" for path in left]
+    args.results.write_text(json.dumps(found, indent=1) + "\n")
+    say(
+        json.dumps(
+            {k: v for k, v in found.items() if k not in ("memory_points", "counts")}, indent=1
+        )
+    )
+    say(
+        "; ".join(["FAILED", *found["trouble"]])
+        if found["trouble"]
+        else "no leak, every loss right"
+    )
+    return 1 if found["trouble"] else 0
 
 
 if __name__ == "__main__":
