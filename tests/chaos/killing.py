@@ -157,6 +157,13 @@ def note(path: Path, name: str, ended: Ended) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def note_end(path: Path, name: str, **numbers: float) -> None:
+    """Add how long a run took to end that was not to recover."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found.setdefault("ended_by_name", {})[name] = numbers
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def way_of(failure: Failure) -> str:
     """`warm` if spares took over, `cold` if a new process had to start, else `nobody_lost`."""
     if not failure.replaced:

@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import note_end
+
+from stages.crowding import crowding
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
+RESULTS = os.environ.get("RAY_PIPE_RECOVERY_RESULTS")
 STEPS = 12
 TIMEOUT_S = 420
 TINY = [
@@ -119,6 +123,33 @@ def test_a_stage_killed_from_outside_is_replaced_and_told(
     assert failure["source"] == "box"
     assert "its process ended unexpectedly" in " ".join(output.split())
     assert "Failures" in (run.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_without_recovery_a_death_ends_the_command_within_seconds_by_name(
+    which: int, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "run", "--max-failures", "0")
+    run.wait_for_step(3)
+    os.kill(run.stages()[which], signal.SIGKILL)
+    killed = time.monotonic()
+    code = run.process.wait(TIMEOUT_S)
+    exit_s, threads = time.monotonic() - killed, crowding()
+    output = " ".join(run.output().split())
+    if RESULTS:
+        note_end(
+            Path(RESULTS), f"kill without recovery {which}", exit_s=exit_s, threads_per_core=threads
+        )
+
+    assert code == 1, output
+    (failure,) = run.results["failures"]
+    assert (failure["kind"], failure["resumed_from"]) == ("died", None)
+    told = (
+        f"stage {failure['stage']} died in step {failure['step']}: its process ended unexpectedly"
+    )
+    assert told in output
+    assert "recovery is off (--max-failures 0)" in output
+    assert exit_s < 10.0 * threads, f"{exit_s:.1f} s at {threads:.1f} threads a core"
 
 
 def test_a_killed_driver_is_resumed_to_the_same_losses(

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from stages.crowding import crowding
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +145,10 @@ def test_ctrl_c_stops_cleanly_and_leaves_no_process_behind(tmp_path: Path) -> No
     assert results["arms"][0]["steps"] >= 3
 
 
+ENDS_WITHIN_S = 10.0
+"""From the death of a stage to the end of the command, where a core is there for each thread."""
+
+
 def test_a_stage_that_dies_ends_a_run_that_may_not_recover_with_its_name(tmp_path: Path) -> None:
     words = ["--codec", "acsgd", "--steps", "100000", "--max-failures", "0"]
     process = start(*words, "--out", str(tmp_path), *SMALL)
@@ -150,9 +156,12 @@ def test_a_stage_that_dies_ends_a_run_that_may_not_recover_with_its_name(tmp_pat
     victim = next(pid for pid in children_of(process.pid) if is_stage(command_line(pid)))
 
     os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
     code, _, err = finish(process)
+    took_s = time.monotonic() - killed
 
     assert code == 1
+    assert took_s < ENDS_WITHIN_S * crowding(), f"{took_s:.1f} s at {crowding():.1f} threads a core"
     assert "stage 1 died in step" in err or "stage 0 died in step" in err
     assert "recovery is off (--max-failures 0)" in " ".join(err.split())
     assert "Traceback" not in err

@@ -26,6 +26,7 @@ from ray_pipe.plans import Arm, arms_of, optim_spec
 from ray_pipe.refs_pipeline import RefsPipeline
 from ray_pipe.trainer import Silent
 from ray_pipe.workload import gpt_workload
+from stages.crowding import crowding
 from stages.loss import count_targets
 from stages.optim import clip_factor, make_optimizer, set_lr, squared_norms
 
@@ -244,6 +245,6 @@ def test_a_killed_stage_is_named_within_seconds_and_nobody_hangs(cluster: None) 
                 pass
 
         assert died.value.stage == 1
-        assert time.monotonic() - killed < 60.0  # seconds, where nobody else uses the machine
+        assert time.monotonic() - killed < 10.0 * crowding()
         survivors = ray.get([own.handles[0].ping.remote(), own.handles[2].ping.remote()])
         assert survivors == [pipeline.infos[0]["pid"], pipeline.infos[2]["pid"]]
