@@ -302,7 +302,8 @@ class OptimConfig:
     """Peak learning rate."""
 
     weight_decay: float = option(0.01, low=0.0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices, with adamw and sgd alike: each step they shrink by lr
+    times this."""
 
     warmup_steps: int = option(0, low=0)
     """Steps in which the learning rate climbs from 0."""

@@ -24,6 +24,8 @@ class OptimSpec:
 
     name: str = "adamw"
     weight_decay: float = 0.01
+    """Decoupled with either optimizer: matrices shrink by lr times this, whatever the momentum."""
+
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     beta1: float = 0.9
@@ -50,8 +52,33 @@ def make_optimizer(spec: OptimSpec, parameters: Iterable[nn.Parameter]) -> torch
             groups, lr=0.0, betas=(spec.beta1, spec.beta2), eps=spec.eps, foreach=True
         )
     if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=spec.momentum)
+        return DecoupledSGD(groups, lr=0.0, momentum=spec.momentum)
     raise ValueError(f"unknown optimizer {spec.name!r}; known: adamw, sgd")
+
+
+class DecoupledSGD(torch.optim.SGD):
+    """SGD whose weight decay does not enter the momentum, as AdamW's does not.
+
+    torch's own adds it to the gradient. Without momentum that is the same; with it the decay would
+    be about 1 / (1 - momentum) times what the option says, and not that of adamw.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                kept = 1.0 - group["lr"] * group["weight_decay"]
+                if kept != 1.0:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.mul_(kept)
+        decays = [group["weight_decay"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["weight_decay"] = 0.0
+            return super().step(closure)
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

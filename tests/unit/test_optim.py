@@ -125,6 +125,48 @@ def test_an_unknown_optimizer_is_refused_by_name() -> None:
         make_optimizer(OptimSpec(name="adam"), [nn.Parameter(torch.zeros(1))])
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_weight_decay_is_decoupled_with_momentum_too(name: str) -> None:
+    """Without a gradient's push, a matrix shrinks by lr times the decay in each step, no more."""
+    weight = nn.Parameter(torch.full((2, 2), 8.0))
+    spec = OptimSpec(name=name, weight_decay=0.5, momentum=0.9)
+    optimizer = make_optimizer(spec, [weight])
+    set_lr(optimizer, 0.5)
+
+    for _ in range(3):
+        weight.grad = torch.zeros(2, 2)
+        optimizer.step()
+
+    assert weight.tolist() == [[8 * 0.75**3] * 2] * 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5]
+
+
+def test_sgd_without_momentum_decays_as_torchs_own() -> None:
+    start = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [
+        make_optimizer(OptimSpec(name="sgd", weight_decay=0.1), [ours]),
+        torch.optim.SGD([theirs], lr=0.0, weight_decay=0.1),
+    ]
+    for step in range(5):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            set_lr(optimizer, 0.1)
+            parameter.grad = torch.full((3, 4), float(step))
+            optimizer.step()
+
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_mutant_torchs_own_sgd_puts_the_decay_into_the_momentum() -> None:
+    weight = nn.Parameter(torch.full((2, 2), 8.0))
+    optimizer = torch.optim.SGD([weight], lr=0.5, weight_decay=0.5, momentum=0.9)
+    for _ in range(3):
+        weight.grad = torch.zeros(2, 2)
+        optimizer.step()
+
+    assert float(weight[0, 0].detach()) < 0.5 * 8 * 0.75**3
+
+
 def test_momentum_reaches_sgd() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = make_optimizer(OptimSpec(name="sgd", momentum=0.5), [parameter])
