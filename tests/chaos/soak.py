@@ -67,7 +67,7 @@ SETTLE_S = 20.0
 LIMITS = {"driver": Limits(mb=24.0, mb_per_hour=40.0), "stage": Limits(mb=16.0, mb_per_hour=30.0)}
 MAX_MORE = {
     "actors": 0, "refs": 8, "driver files": 3, "driver threads": 2, "stage files": 3,
-    "stage threads": 2, "boxes": 0, "spill files": 0, "checkpoints": 0,
+    "stage threads": 2, "boxes": 0, "spill files": 0, "checkpoints": 3,
 }  # fmt: skip
 LINK_FAULTS = tuple(
     (source, LinkFault(target=target, action=action, share=0.002, by_s=by_s))
