@@ -45,6 +45,8 @@ class Survived:
     weights: list[Any] = field(default_factory=list)
     rows: list[tuple[str, str]] = field(default_factory=list)
     replay_differs: list[int] = field(default_factory=list)
+    num_injected: int = 0
+    """Frames that went wrong, of links that were not cut by a death."""
 
     @property
     def losses(self) -> list[float | None]:
@@ -202,7 +204,8 @@ def survive(
             box.close()
         return []
 
-    bench.drive(main)
+    ran = bench.drive(main)
+    found[0].num_injected = sum(len(link.injected) for link in ran.links.values())
     return found[0]
 
 

@@ -16,6 +16,7 @@ from dying import Survived, points_of, survive, unbroken
 from local_pipeline import DIRECTQ, WORK, Bench, Run, acsgd, same_bits
 
 from compressors.registry import CodecSpec
+from netsim.faults import FaultyLink
 from ray_pipe.models.gpt import GPTShape
 from stages.keeper import Keeper
 from stages.mishap import Mishap
@@ -115,6 +116,29 @@ def test_every_codec_comes_back(name: str, tmp_path: Path) -> None:
         stage = source.randrange(3)
         point = source.choice(points_of(BENCHES[name], stage))
         check(survive(BENCHES[name], tmp_path / str(case), [(stage, at(point))], steps=STEPS), name)
+
+
+def bad_links(link: FaultyLink) -> None:
+    """A tenth of all frames is lost, damaged, doubled or late."""
+    for kind in ("activation", "gradient", "control"):
+        link.drop(kind, share=0.03).corrupt(kind, share=0.03).duplicate(kind, share=0.03)
+        link.delay(kind, by_s=0.4, share=0.03)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "evicting", "acsgd+zstd", "directq+ef"])
+def test_a_stage_killed_while_frames_go_wrong_comes_back_to_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    source, num_injected = random.Random(name), 0
+    for case in range(4):
+        bench = replace(BENCHES[name], faults=bad_links, deadline_s=20.0)
+        stage = source.randrange(3)
+        point = source.choice(points_of(bench, stage))
+        found = survive(bench, tmp_path / str(case), [(stage, at(point))], steps=STEPS)
+        assert found.decisions, point
+        num_injected += found.num_injected
+        check(found, name)
+    assert num_injected >= 8
 
 
 def _all_of(points: list[str], folder: Path) -> None:
