@@ -136,8 +136,11 @@ class ThreadLane:
                 error = RuntimeError(f"{job.name} raised StopIteration: {raised}")
             except BaseException as raised:
                 error = raised
-            self._recorder.add_cpu(job.phase, time.thread_time() - cpu)
-            self._recorder.add(job.phase, job.name, job.micro_batch, start, time.monotonic())
+            try:
+                self._recorder.add_cpu(job.phase, time.thread_time() - cpu)
+                self._recorder.add(job.phase, job.name, job.micro_batch, start, time.monotonic())
+            except Exception as raised:  # a lane that died of it would leave the stage waiting
+                error = error or raised
             with suppress(RuntimeError):  # the loop was stopped meanwhile
                 job.loop.call_soon_threadsafe(_settle, job.done, result, error)
             del job, result, error  # an idle lane must not keep tensors alive

@@ -153,7 +153,7 @@ class StageProcess:
         """How many threads torch computes with: each thread that calls it has a number of its
         own, here (where costs are measured) and in the lane."""
         torch.set_num_threads(count)
-        set_there = self._lanes.compute.run("idle", "threads", 0, torch.set_num_threads, count)
+        set_there = self._lanes.compute.run("sync", "threads", -1, torch.set_num_threads, count)
         self._loop.submit(set_there).result()
 
     def _open_box(self, compute: Compute) -> str:

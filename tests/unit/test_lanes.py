@@ -155,3 +155,17 @@ def test_an_unrecorded_lane_keeps_nothing_however_long_it_works() -> None:
     assert (recorder.spans, recorder.seconds, recorder.cpu) == ([], {}, {})
     lane.close()
     loop.stop()
+
+
+def test_a_phase_that_nobody_knows_is_an_error_of_its_caller_and_the_lane_goes_on() -> None:
+    async def main() -> int:
+        lane = ThreadLane("compute", Recorder())
+        with pytest.raises(KeyError, match="idle"):
+            await lane.run("idle", "threads", -1, int)
+        return await lane.run("sync", "threads", -1, lambda: 7)
+
+    loop = LoopThread()
+    try:
+        assert loop.submit(main()).result(60) == 7
+    finally:
+        loop.stop()
