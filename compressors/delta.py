@@ -67,6 +67,7 @@ class Delta:
         cap_bytes: int | None = None,
         spill: str | Path | Spill | None = None,
         checksum: bool = False,
+        compressed_evaluation: bool = False,
         incarnation: int = 0,
     ) -> None:
         self.inner = inner
@@ -86,6 +87,7 @@ class Delta:
             changes=changes_for(inner, row_format),
             first_visit=self.first_visit,
             checksum=checksum,
+            compressed_evaluation=compressed_evaluation,
         )
         self._sending = Sending(self._end)
         self._receiving = Receiving(self._end)
@@ -100,7 +102,8 @@ class Delta:
     def encode(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         """The packet of a micro-batch, cold and warm samples mixed as they come.
 
-        With `keys.remember` False (evaluation) the values travel as fp32 and nothing changes.
+        With `keys.remember` False (evaluation) the values travel as fp32, or with
+        `compressed_evaluation` as on a first visit, and nothing changes.
         """
         with self._lock:
             values, shapes = check_tensor(tensor, keys)

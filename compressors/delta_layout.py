@@ -82,6 +82,7 @@ class End:
     changes: Changes
     first_visit: Compressor
     checksum: bool
+    compressed_evaluation: bool = False
     raw: Identity = field(default_factory=Identity)
     step: StepStats = field(default_factory=StepStats)
 

@@ -70,14 +70,17 @@ class Receiving:
 
     def decode_evaluation(self, packet: Packet) -> Tensor:
         """The values of a packet that no row has to do with."""
-        if len(packet.inner) != 1 or packet.inner[0].codec != self.end.raw.name:
-            raise CodecError("delta packet without row marks must hold one fp32 packet")
+        codecs = {codec.name: codec for codec in (self.end.first_visit, self.end.raw)}
+        if len(packet.inner) != 1 or packet.inner[0].codec not in codecs:
+            raise CodecError(
+                "delta packet without row marks must hold one fp32 packet, or one of a first visit"
+            )
         if tuple(packet.inner[0].shape) != tuple(packet.shape):
             raise CodecError(
                 f"delta packet of shape {tuple(packet.shape)} holds one of "
                 f"{tuple(packet.inner[0].shape)}"
             )
-        return self.end.raw.decode(packet.inner[0])
+        return codecs[packet.inner[0].codec].decode(packet.inner[0])
 
     def check_origin(self, packet: Packet) -> None:
         """Refuse what was not sent to these rows."""

@@ -66,10 +66,12 @@ class Sending:
         return Packet(codec=NAME, shape=shape, meta=meta, inner=tuple(inner), rows=rows)
 
     def encode_evaluation(self, values: Tensor, keys: SampleKeys) -> Packet:
-        """The values as fp32; no row, counter or order of use changes."""
-        raw = self.end.raw.encode(values, keys=keys)
+        """The values as fp32, or if asked as on a first visit; no row, counter or order of use
+        changes."""
+        codec = self.end.first_visit if self.end.compressed_evaluation else self.end.raw
+        packet = codec.encode(values, keys=keys)
         meta = {"namespace": self.end.namespace}
-        return Packet(codec=NAME, shape=raw.shape, meta=meta, inner=(raw,))
+        return Packet(codec=NAME, shape=packet.shape, meta=meta, inner=(packet,))
 
     def _warm(self, wave: list[int], matrices: list[Tensor], draft: Draft) -> list[Packet]:
         """Code the changes of samples that have a row; what is not finite stays undone."""

@@ -78,6 +78,9 @@ class CodecSpec:
     checksum: bool = False
     """Compare a checksum of the new rows at each visit."""
 
+    compressed_evaluation: bool = False
+    """Whether an edge encodes evaluation too; else it sends raw values past its codec."""
+
     seed: int = 0
     """Of stochastic rounding; each edge and direction makes its own of it."""
 
@@ -140,6 +143,7 @@ def _delta_of(
             cap_bytes=spec.cap_bytes,
             spill=_spill_of(spec),
             checksum=spec.checksum,
+            compressed_evaluation=spec.compressed_evaluation,
         )
 
     return build

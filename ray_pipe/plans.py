@@ -194,5 +194,6 @@ def codec_spec(codec: CodecConfig, name: str, bits: int, seed: int) -> CodecSpec
         spill_dir=codec.spill_dir,
         spill_ram_bytes=codec.spill_ram,
         checksum=codec.checksum,
+        compressed_evaluation=codec.compressed_eval,
         seed=seed,
     )

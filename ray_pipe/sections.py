@@ -181,6 +181,10 @@ class CodecConfig:
     checksum: bool = False
     """Put a checksum of the new rows into each frame, to find drift between the two ends."""
 
+    compressed_eval: bool = False
+    """Compress the activations of --eval, too, as on a first visit with acsgd: what a model sees
+    that will be used over compressed links. Else they are sent as they are."""
+
     def __post_init__(self) -> None:
         check_section(self, prefix="codec.")
         object.__setattr__(self, "name", canonical_codec(self.name))

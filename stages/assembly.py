@@ -99,13 +99,22 @@ def assemble(
             session=session,
         )
 
+    def codec_of(edge: Edge) -> CodecSpec:
+        return spec.activation_codec if edge.kind == "activation" else spec.gradient_codec
+
     def codec(edge: Edge) -> Compressor:
-        own = spec.activation_codec if edge.kind == "activation" else spec.gradient_codec
-        return codec_for(own, (edge.kind, edge.name, spec.replica, spec.dataset))
+        return codec_for(codec_of(edge), (edge.kind, edge.name, spec.replica, spec.dataset))
 
     def sending(target: int, kind: Kind) -> SendingEnd:
         edge = Edge(source=index, target=target, kind=kind, replica=spec.replica)
-        return SendingEnd(edge, codec(edge), links[target], lanes.transmit, wire=wire)
+        return SendingEnd(
+            edge,
+            codec(edge),
+            links[target],
+            lanes.transmit,
+            wire=wire,
+            compressed_evaluation=codec_of(edge).compressed_evaluation,
+        )
 
     def receiving(source: int, kind: Kind) -> ReceivingEnd:
         edge = Edge(source=source, target=index, kind=kind, replica=spec.replica)

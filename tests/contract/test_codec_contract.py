@@ -72,6 +72,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "spill_dir": tempfile.gettempdir(), "spill_ram_bytes": 300, "rows": "int8",
     },
     "acsgd with checksums": {"checksum": True},
+    "acsgd with compressed evaluation": {"compressed_evaluation": True},
     "acsgd+zstd under a cap, with checksums": {
         "cap_bytes": 1000, "first_visit_bits": 4, "checksum": True,
     },

@@ -191,5 +191,6 @@ def test_a_spec_is_frozen_and_has_the_defaults_of_the_specification() -> None:
         "bits": 4, "grid": "signed", "group": 32, "reference_group": None,
         "rounding": "nearest", "first_visit_bits": 8,
         "rows": "bf16", "density": 0.1, "cap_bytes": None, "spill_dir": None,
-        "spill_ram_bytes": 256 * 2**20, "checksum": False, "seed": 0,
+        "spill_ram_bytes": 256 * 2**20, "checksum": False,
+        "compressed_evaluation": False, "seed": 0,
     }  # fmt: skip
