@@ -24,6 +24,7 @@ from ray_pipe.config import (
     check_memory_cap,
     check_repeat_visits,
 )
+from ray_pipe.delta_watch import DeltaWatch
 from ray_pipe.metrics import ArmMeter, MetricsFile
 from ray_pipe.monitoring.monitor import watch
 from ray_pipe.pipeline import Pipeline
@@ -192,6 +193,8 @@ def prepare(
         prediction = predict(arm, costs, sample_shape, homes=homes)
         pipeline.expect(prediction.step_s)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
+    one.deltas = DeltaWatch(arm.codec.name, steps_per_epoch=arm.order.steps_per_epoch)
+    one.on_warning = observer.on_warning
     one.sees_links = len(dict(homes)) == 1 or not arm.topology.is_unlimited
 
     def on_failure(failure: Failure) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray_pipe.arms import ArmSummary, summarize
 from ray_pipe.checkpoint import Saver
+from ray_pipe.delta_watch import DeltaWatch
 from ray_pipe.fleet_book import FleetBook
 from ray_pipe.metrics import ArmMeter, StepRow
 from ray_pipe.monitoring.monitor import Monitor
@@ -36,6 +37,10 @@ class Trained:
     sees_links: bool = True
     """False on a real network that nothing was said about: the prediction cannot be compared."""
 
+    deltas: DeltaWatch | None = None
+    """Looks whether memory is of any use; says so to `on_warning`."""
+
+    on_warning: Callable[[str], None] | None = None
     fleet: FleetBook | None = None
     """What the replicas did, if there are several."""
 
@@ -54,6 +59,9 @@ class Trained:
         if self.saver is not None:
             self.saver.recorded(row.step)
         self.monitor.on_step(row, records)
+        if self.deltas is not None and self.on_warning is not None:
+            for text in self.deltas.look(records):
+                self.on_warning(text)
         if len(self.meter.rows) <= KEPT_STEPS:
             self.first_records += records
         else:
