@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ray_pipe.checkpoint_files import CheckpointError, locate, newest_run
+from ray_pipe.sections import LINK_OPTIONS
 
 
 def saved_settings(
@@ -38,6 +39,9 @@ def saved_settings(
     checkpoint = {**settings.get("checkpoint", {})}
     checkpoint.pop("resume", None)
     settings["checkpoint"] = checkpoint
+    network = settings.get("network") or {}
+    if network.get("topology"):  # older runs wrote the defaults of links beside it
+        settings["network"] = {key: network[key] for key in network if key not in LINK_OPTIONS}
     if store.folder.is_local and store.folder.name == "checkpoints" and not checkpoint.get("dir"):
         run = store.folder.parent
         if os.path.abspath(f"{settings['out']}/{settings['name']}") != str(run):

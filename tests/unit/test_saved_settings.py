@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 from saved_runs import SavedRun
 
-from ray_pipe.checkpoint_files import CheckpointError
+from ray_pipe.checkpoint_files import CheckpointError, Manifest
+from ray_pipe.checks import check_links
 from ray_pipe.config import RunConfig
 from ray_pipe.flags import build_config, parse_flags
 
@@ -30,6 +33,26 @@ def test_a_path_is_enough(run: SavedRun) -> None:
         **run.config.to_dict(),
         "checkpoint": {**run.config.to_dict()["checkpoint"], "resume": str(run.path)},
     }
+
+
+def test_a_run_of_old_with_a_topology_and_the_default_links_beside_it_can_be_resumed(
+    run: SavedRun, tmp_path: Path
+) -> None:
+    file = tmp_path / "net.yaml"
+    file.write_text("default: {bandwidth: 10Mbps}\n")
+    links = {"bandwidth_bps": 1e8, "latency_s": 0.0, "jitter_s": 0.0, "loss_rate": 0.0}
+    folder = tmp_path / "old"
+    shutil.copytree(run.path, folder)
+    for path in folder.rglob("manifest.json"):
+        manifest = Manifest.from_json(path.read_bytes(), where="here")
+        old = {**manifest.config, "network": {**links, "topology": str(file)}}
+        path.write_bytes(dataclasses.replace(manifest, config=old).to_json())
+
+    config = config_of("--resume", str(folder))
+
+    assert config.network.topology == str(file)
+    assert config.network.said == {}
+    check_links(config)
 
 
 def test_what_the_command_says_wins(run: SavedRun) -> None:
