@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray.cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,8 @@ from ray_pipe.workload import blocks_workload, gpt_workload
 from stages.loss import cross_entropy
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 STAGES = 2
 
