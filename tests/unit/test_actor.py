@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 pytest.importorskip("ray")
 
 from local_pipeline import Bench, acsgd
 
+from stages import stage_process
 from stages.actor import StageActor
 from stages.stage_process import SPARE
 
@@ -204,3 +206,32 @@ def test_a_spare_becomes_a_stage(actor: StageActor) -> None:
     assert repr(spare) == "PipelineStage(stage=2)"
     assert spare._courier.source == 2
     spare._loop.stop()
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [({"threads": 3}, 3), ({"threads": 0, "sharing": 2}, 4), ({}, 1)]
+)
+def test_the_lane_that_computes_has_the_threads_that_the_spec_says(
+    actor: StageActor, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], count: int
+) -> None:
+    """Torch has a number for each thread that calls it: the lane's is the one that counts."""
+    monkeypatch.setattr(stage_process, "num_cores", lambda: 8)
+
+    def in_the_lane() -> int:
+        asked = actor._lanes.compute.run("load", "x", 0, torch.get_num_threads)
+        return actor._loop.submit(asked).result()
+
+    try:
+        assert in_the_lane() == 1
+        info = actor.setup(_with(BENCH.specs()[0], **given), BENCH.data())
+        assert (in_the_lane(), info["threads"]) == (count, count)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_stage_that_shares_few_cores_with_many_has_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_process, "num_cores", lambda: 2)
+
+    assert [stage_process.threads_for(sharing) for sharing in (1, 2, 4)] == [2, 1, 1]
