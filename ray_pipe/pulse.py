@@ -118,6 +118,8 @@ class Pulse:
 
 def is_here(info: Mapping[str, Any]) -> bool:
     """Whether the stage that `setup` returned `info` of is on the driver's node."""
+    if not ray.is_initialized():  # else Ray would start one to answer the question
+        return False
     return bool(info["node"] == ray.get_runtime_context().get_node_id())
 
 

@@ -181,6 +181,23 @@ def test_a_stopped_process_is_seen_by_another_stage_on_its_node(
     assert again.clock.now == pytest.approx(1.0, abs=0.2)
 
 
+def test_a_stopped_process_on_the_drivers_node_is_seen_by_the_driver_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The only stage of a run, or all of them: no other stage is left to look."""
+    bench = Bench(monkeypatch)
+    monkeypatch.setattr(module, "is_here", lambda info: info["node"] == "a")
+    monkeypatch.setattr(module, "is_stopped", lambda pid: pid == 1)
+    for stage in range(3):
+        bench.stages[stage].ping_s = NEVER
+        bench.pipeline.infos[stage] |= {"pid": stage}
+    bench.pipeline.deadlines.value_s = 0.0
+    stopped = Hearing(bench.pipeline, {}, why="a test")._stopped({0, 1, 2})
+
+    assert stopped == {1}
+    assert bench.hold() == (set(), {0, 1, 2})
+
+
 def test_a_stage_that_answers_but_never_ends_is_killed_after_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
