@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from stages.sync.trial import Costs, Trial
 
 DONE, REFUSED, STOPPED = 0, 2, 130
+STEP, MODEL_SIZE = "1s", "1MB"
 BASE = "all-reduce"
 EQUAL = "homogeneous"
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     BASE: {"name": "allreduce"},
     "all-reduce, direct": {"name": "allreduce", "route": "direct"},
-    "quantized-adam": {"name": "quantized-adam"},
+    "quantized-adam": {"name": "quantized-adam", "warmup": 8},
     "local, 8 steps": {
         "name": "local", "local_steps": 8, "outer_lr": 1.0, "outer_momentum": 0.0,
     },
@@ -103,6 +104,8 @@ class Plan:
     real_steps: int = 0
     """Steps of each trial on Ray; 0 leaves Ray alone."""
 
+    real_step_s: float = 0.25
+
     out: str = ""
     resume: bool = False
 
@@ -145,6 +148,15 @@ class Plan:
             raise ConfigError(f"--real-steps {args.real_steps}: give 6 to 1000")
         if args.real:
             parse_slow(args.slow, num_replicas=4)
+            for flag, given, usual in (
+                ("--step", args.step, STEP),
+                ("--model-size", args.model_size, MODEL_SIZE),
+            ):
+                if given != usual:
+                    raise ConfigError(
+                        f"{flag} {given} is of virtual time: on Ray a gpt-nano is trained, whose "
+                        "size is its own, and a step takes --real-step; run the two apart."
+                    )
         if costs.step_s <= 0 or seconds < 10 * costs.step_s:
             raise ConfigError(
                 f"--seconds {args.seconds} is less than ten steps of {args.step}: nothing would "
@@ -152,8 +164,8 @@ class Plan:
             )
         return cls(
             strategies=fitting, sizes=sizes, slow=args.slow, seconds=seconds, costs=costs,
-            seed=args.seed, real_steps=args.real_steps if args.real else 0, out=args.out,
-            resume=args.resume,
+            seed=args.seed, real_steps=args.real_steps if args.real else 0,
+            real_step_s=parse_duration(args.real_step), out=args.out, resume=args.resume,
         )  # fmt: skip
 
     @property
@@ -198,8 +210,8 @@ class Plan:
                 for case, slow in self.cases.items():
                     with teller(f"{name}, {NUM_REPLICAS} replicas on Ray, {case}") as tell:
                         trials[case] = run_real(
-                            actors, STRATEGIES[name], slow=slow, steps=self.real_steps,
-                            costs=self.costs, seed=self.seed,
+                            actors, self.strategies[name], slow=slow, steps=self.real_steps,
+                            costs=self.costs, seed=self.seed, step_s=self.real_step_s,
                             seconds=base[case].seconds if base else None,
                         )  # fmt: skip
                         tell(trials[case])
@@ -283,14 +295,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--slow", default="2:4x", help="the straggler: 2:4x, random:6x@0.06, …")
     parser.add_argument("--seconds", default="120s", help="virtual time of each trial")
-    parser.add_argument("--step", default="1s", help="computing of one step, up to 10 %% more")
-    parser.add_argument("--model-size", default="1MB", help="of the model on the wire, in fp32")
+    parser.add_argument("--step", default=STEP, help="computing of one step, up to 10 %% more")
+    parser.add_argument(
+        "--model-size", default=MODEL_SIZE, help="of the model on the wire, in fp32"
+    )
     parser.add_argument("--bandwidth", default="80Mbps", help="of every replica's uplink")
     parser.add_argument("--latency", default="20ms", help="of every link")
     parser.add_argument("--codec", default="fp32", help="of what replicas send, such as directq")
     parser.add_argument("--bits", type=int, default=4, help="of --codec")
     parser.add_argument("--real", action="store_true", help="four replicas on Ray as well")
     parser.add_argument("--real-steps", type=int, default=24, help="of each trial on Ray")
+    parser.add_argument(
+        "--real-step", default="250ms", help="pause of one step on Ray, beside some computing"
+    )
     parser.add_argument("--only", default="", help="some strategies, joined by ';'")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/compare-sync", help="folder for picture and JSON")

@@ -2,8 +2,8 @@
 
 Four replicas share the cores of one machine; if steps were all computing, a slow replica would make
 the others faster and lock-step would make all of them slow. So a step of a tiny GPT computes for
-some milliseconds and sleeps for `PAUSE_S`; `--slow` stretches both. Links are emulated as in the
-rest of the table.
+some milliseconds and sleeps for `--real-step`; `--slow` stretches both. Links are emulated as in
+the rest of the table.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replicas import ReplicaPipeline
 from ray_pipe.workload import gpt_workload
 from stages.record import StepRecord
+from stages.sync.strategies import SyncSpec, options_of
 from stages.sync.trial import Costs, Trial
 
 NUM_REPLICAS = 4
-PAUSE_S = 0.25
 MOST_TIMES = 6
 """The most steps of a strategy for one of all-reduce."""
 
@@ -44,10 +44,11 @@ def real_replicas() -> Iterator[ReplicaActors]:
 
 
 def settings_of(
-    strategy: Mapping[str, Any], *, slow: str, steps: int, costs: Costs, seed: int
+    sync: SyncSpec, *, slow: str, steps: int, costs: Costs, seed: int
 ) -> dict[str, Any]:
-    """The run's settings, as `ray_pipe.run` would read them."""
-    options = {f"sync.{name}": value for name, value in strategy.items()}
+    """The run's settings, as `ray_pipe.run` would read them: the strategy's own, every one."""
+    options = {f"sync.{name}": getattr(sync, name) for name in options_of(sync.name, sync.groups)}
+    options |= {"sync.name": sync.name, "sync.codec": sync.codec.name, "sync.bits": sync.codec.bits}
     if options.get("sync.group_size", NUM_REPLICAS) > NUM_REPLICAS:
         options["sync.group_size"] = NUM_REPLICAS
     return {
@@ -73,35 +74,40 @@ def settings_of(
 class Pause(nn.Module):
     """Takes its time and no core."""
 
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(PAUSE_S)
+        time.sleep(self.seconds)
         return x
 
 
-def build_paused(build: Callable[[int, int], nn.Module], start: int, stop: int) -> nn.Module:
+def build_paused(
+    build: Callable[[int, int], nn.Module], seconds: float, start: int, stop: int
+) -> nn.Module:
     """Some blocks of a model, with a pause before them; runs inside the stage's actor."""
-    return nn.Sequential(Pause(), build(start, stop))
+    return nn.Sequential(Pause(seconds), build(start, stop))
 
 
 def run_real(
     actors: ReplicaActors,
-    strategy: Mapping[str, Any],
+    sync: SyncSpec,
     *,
     slow: str,
     steps: int,
     costs: Costs,
     seed: int = 0,
+    step_s: float = 0.25,
     seconds: float | None = None,
 ) -> Trial:
     """One strategy on the actors, to its last step; or as long as all-reduce took for its steps,
     so that losses can be compared at equal times."""
     most = steps if seconds is None else MOST_TIMES * steps
-    config = RunConfig.from_dict(
-        settings_of(strategy, slow=slow, steps=most, costs=costs, seed=seed)
-    )
+    config = RunConfig.from_dict(settings_of(sync, slow=slow, steps=most, costs=costs, seed=seed))
     config.validate()
     work = gpt_workload(config)
-    arm = arms_of(config, replace(work, build=partial(build_paused, work.build)))[0]
+    arm = arms_of(config, replace(work, build=partial(build_paused, work.build, step_s)))[0]
     pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
     rows: list[list[StepRecord]] = []
     for row in pipeline.train():

@@ -6,6 +6,7 @@ replicas that join, and the last one is the Group Generator's.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from compressors.registry import CodecSpec
@@ -14,7 +15,7 @@ from ray_pipe.errors import ConfigError
 from stages.sync.fleet_spec import FleetSpec
 from stages.sync.mixing import GraphError
 from stages.sync.slowness import SlownessError, parse_slow
-from stages.sync.strategies import SyncSpec, SyncSpecError, check_spec
+from stages.sync.strategies import OPTIONS, SyncSpec, SyncSpecError, check_spec, options_of
 
 if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
@@ -139,6 +140,8 @@ def check_sync(config: RunConfig) -> None:
             f"--transport {config.pipeline.transport} runs one pipeline; with --replicas "
             f"{sync.replicas} use --transport push."
         )
+    _refuse_what_is_not_read(config)
+    _refuse_what_never_happens(config)
     try:
         for arm in config.arms:
             check_spec(sync_spec(config, arm.name, num_steps=1), sync.replicas)
@@ -148,3 +151,47 @@ def check_sync(config: RunConfig) -> None:
         parse_slow(sync.slow, num_replicas=sync.replicas)
     except SlownessError as error:
         raise ConfigError(f"--slow: {error}.") from None
+
+
+def _refuse_what_is_not_read(config: RunConfig) -> None:
+    """An option that the strategy ignores is a mistake: the user expects something of it."""
+    sync = config.sync
+    if sync.strategy not in OPTIONS:
+        return  # refused with its nearest name
+    known = {name for names in OPTIONS.values() for name in names}
+    usual = {field.name: field.default for field in fields(sync) if field.name in known}
+    for name in sorted(known - set(options_of(sync.strategy, sync.groups))):
+        value = getattr(sync, name)
+        if value != usual[name]:
+            readers = [other for other, names in OPTIONS.items() if name in names]
+            what = sync.strategy
+            if what in readers:
+                what += f" with sync.groups={sync.groups}"
+                readers = ["ripples with sync.groups=smart"]
+            raise ConfigError(
+                f"sync.{name}={value}: {what} has no such option and would ignore it; leave it "
+                f"out, or give --sync {' or '.join(readers)}."
+            )
+    if sync.strategy == "quantized-adam" and config.optim.name != "adamw":
+        raise ConfigError(
+            f"optim.name={config.optim.name}: quantized-adam is an Adam of its own and would "
+            "ignore it; leave it out, or give --sync allreduce."
+        )
+
+
+def _refuse_what_never_happens(config: RunConfig) -> None:
+    """What would begin after the last step."""
+    sync, steps = config.sync, config.steps
+    if steps is None:
+        return  # as many as the data has
+    if sync.strategy == "quantized-adam" and (sync.warmup or 0) >= steps:
+        raise ConfigError(
+            f"sync.warmup={sync.warmup}: the run has {steps} steps, and all of them would be "
+            "exact; give about a tenth of the run, or leave it out."
+        )
+    reads = "local_steps" in options_of(sync.strategy, sync.groups)
+    if reads and (sync.local_steps or 0) > steps:
+        raise ConfigError(
+            f"sync.local_steps={sync.local_steps}: the run has {steps} steps, and replicas would "
+            "never agree; give fewer local steps, or more --steps."
+        )

@@ -29,7 +29,8 @@ from stages.sync.strategy import (
 from stages.sync.tickets import SOLO
 
 NUM_ASKS = 3
-"""A request is repeated so often; then the replica goes on alone until the next one."""
+"""A request is repeated so often; then the replica goes on alone until the next one. A generator
+that did not answer then is asked once a step, until it does."""
 
 
 class Ripples(Plain):
@@ -59,6 +60,7 @@ class Ripples(Plain):
         self._wanted: asyncio.Future[FrameHeader] | None = None
         self._open: tuple[int, int] | None = None  # epoch, gid that is being executed
         self._cancelled: set[tuple[int, int]] = set()
+        self._is_silent = False
         post.handlers["ticket"] = self._on_ticket
         post.handlers["cancel"] = self._on_cancel
 
@@ -125,7 +127,7 @@ class Ripples(Plain):
         loop = asyncio.get_running_loop()
         start = loop.time()
         limit_s = self._patience.limit_s
-        for count in range(NUM_ASKS):
+        for count in range(1 if self._is_silent else NUM_ASKS):
             wanted: asyncio.Future[FrameHeader] = loop.create_future()
             self._wanted = wanted
             body = {"req": self._request, "count": self._request - 1}
@@ -139,11 +141,13 @@ class Ripples(Plain):
             finally:
                 timer.cancel()
                 self._wanted = None
+            self._is_silent = False
             if count:  # which of the questions was answered? Karn: no measure, but a longer limit
                 self._patience.gave_up()
             else:
                 self._patience.saw(loop.time() - start)
             return header
+        self._is_silent = True
         return None
 
     def _on_ticket(self, header: FrameHeader, packet: Packet | None) -> None:

@@ -246,6 +246,24 @@ RULES: Final[dict[str, Callable[[SyncSpec], Rule]]] = {
 }
 
 
+OPTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "allreduce": ("route",),
+    "quantized-adam": ("warmup",),
+    "ripples": ("groups", "group_size", "slowdown_threshold", "isolation_rounds", "local_steps"),
+    "hop": ("graph", "max_gap", "backup_workers", "staleness", "skip"),
+    "ad-psgd": ("local_steps",),
+    "local": ("local_steps", "outer_lr", "outer_momentum"),
+}
+"""Which options of `SyncSpec` a strategy reads, beside those of all."""
+
+
+def options_of(name: str, groups: str = "smart") -> tuple[str, ...]:
+    """Those of a strategy; groups by a schedule have the size that the schedule says."""
+    if name == "ripples" and groups != "smart":
+        return ("groups", "local_steps")
+    return OPTIONS[name]
+
+
 def check_spec(spec: SyncSpec, num_replicas: int) -> None:
     """Refuse what cannot work, before anything is started."""
     if spec.name not in STRATEGIES:
@@ -265,6 +283,12 @@ def check_spec(spec: SyncSpec, num_replicas: int) -> None:
         )
     if spec.local_steps < 1:
         raise SyncSpecError(f"sync.local_steps is {spec.local_steps}, must be 1 or more")
+    if spec.name == "local" and not (spec.outer_lr > 0 and 0 <= spec.outer_momentum < 1):
+        raise SyncSpecError(
+            f"sync.outer_lr is {spec.outer_lr:g} and sync.outer_momentum {spec.outer_momentum:g}: "
+            "the outer step needs a rate above 0 and a momentum from 0 up to, not including, 1; "
+            "0.7 and 0.9 are DiLoCo's, 1 and 0 plain averaging"
+        )
 
 
 def _check_ripples(spec: SyncSpec, num_replicas: int) -> None:

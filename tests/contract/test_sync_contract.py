@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from compressors.registry import CODECS, CodecSpec
 from stages.sync.fleet import Fleet
+from stages.sync.rules import ParameterMove
 from stages.sync.strategies import RULES, STRATEGIES, SyncSpec
-from tests.unit.fleets import mean_of, quadratics, run_fleet
+from tests.unit.fleets import disagreement, mean_of, quadratics, run_fleet
 
 
 def spec(name: str, codec: str = "fp32") -> SyncSpec:
@@ -32,6 +34,22 @@ def test_every_strategy_learns_with_every_codec(name: str, codec: str) -> None:
     run_fleet(trainers, spec(name, codec), 10)
 
     assert float((mean_of(trainers) - 1).norm()) < 0.75 * before
+    alone = quadratics(3, spread=0.2, dim=600, dtype=torch.float32, lr=0.2)
+    run_fleet(alone, replace(spec("local"), local_steps=100), 10)  # they never agree
+    if (name, codec.removeprefix("acsgd-")) not in APART:
+        assert disagreement(trainers) < 0.75 * disagreement(alone)
+
+
+APART = {("ripples", "topk"), ("ad-psgd", "topk")}
+"""Each replica names its own few largest coordinates, and a group moves only those: with topk such
+groups do not bring replicas together. `docs/replicas.md` says so."""
+
+
+def test_mutant_an_exchange_that_does_nothing_is_no_agreement(monkeypatch: Any) -> None:
+    monkeypatch.setattr(ParameterMove, "incoming", lambda *args: None)
+    for name in ("ripples", "hop", "ad-psgd"):
+        with pytest.raises(AssertionError):
+            test_every_strategy_learns_with_every_codec(name, "directq")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -137,7 +137,8 @@ def test_groups_of_ripples_average_and_say_who_was_in_them(two_by_two: ReplicaAc
     # One ticket for all stages: both parts of the model are equal after the last common group.
     assert len(rows) == 5
     one, other = weights_of(pipeline)
-    assert torch.linalg.vector_norm(one - other) < 0.05 * torch.linalg.vector_norm(one)
+    # Two that never average are 0.048 of their norm apart after five steps, 0.01 after one.
+    assert torch.linalg.vector_norm(one - other) < 0.02 * torch.linalg.vector_norm(one)
     assert pipeline.book.as_dict()["generator"]["groups"] >= 3
     # Tickets are bytes as well: the generator is the last node, requests come from the leaders.
     tickets = pipeline.book.take_sent()

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from ray_pipe.compare_sync import Plan, _parser
 from ray_pipe.compare_sync_real import run_real, settings_of, trial_of
 from ray_pipe.config import RunConfig
+from ray_pipe.errors import ConfigError
 from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.replica_plans import sync_spec
 from stages.record import StepRecord
+from stages.sync.strategies import SyncSpec, options_of
 from stages.sync.trial import Costs
 
 
@@ -54,13 +58,28 @@ def test_a_record_of_two_steps_of_a_fast_replica_counts_as_two() -> None:
     assert trial.nbytes_per_iteration == pytest.approx(300 / 4)
 
 
-def test_the_settings_are_good_ones_for_every_strategy() -> None:
-    from ray_pipe.compare_sync import STRATEGIES
+@pytest.mark.parametrize("words", [[], ["--codec", "directq", "--bits", "8"]])
+def test_on_ray_a_strategy_has_the_settings_of_its_name(words: list[str]) -> None:
+    plan = Plan.of(_parser().parse_args(["--replicas", "4", *words]))
 
-    for strategy in STRATEGIES.values():
-        RunConfig.from_dict(
-            settings_of(strategy, slow="2:4x", steps=8, costs=Costs(), seed=0)
-        ).validate()
+    for name, sync in plan.strategies.items():
+        settings = settings_of(sync, slow="2:4x", steps=24, costs=Costs(), seed=0)
+        config = RunConfig.from_dict(settings)
+        config.validate()
+        found = sync_spec(config, "fp32", num_steps=24)
+
+        options = [*options_of(sync.name, sync.groups), "name"]
+        assert {o: getattr(found, o) for o in options} == {o: getattr(sync, o) for o in options}
+        assert found.payload.name == sync.payload.name, name
+        assert found.payload.bits == sync.payload.bits, name
+    assert "directq" in plan.strategies["quantized-adam"].payload.name
+
+
+@pytest.mark.parametrize("flag", ["--step", "--model-size"])
+def test_what_ray_cannot_do_is_refused(flag: str) -> None:
+    value = {"--step": "2s", "--model-size": "2MB"}[flag]
+    with pytest.raises(ConfigError, match="run the two apart"):
+        Plan.of(_parser().parse_args(["--real", flag, value]))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +91,7 @@ def four(cluster: None) -> Iterator[ReplicaActors]:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_trial_on_ray(four: ReplicaActors) -> None:
-    skip = {"name": "hop", "backup_workers": 1, "skip": 8, "max_gap": 8}
+    skip = SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8)
     trial = run_real(four, skip, slow="2:4x", steps=10, costs=Costs(latency_s=0.001))
 
     assert trial.num_replicas == 4
@@ -87,7 +106,8 @@ def test_a_trial_on_ray(four: ReplicaActors) -> None:
 @pytest.mark.parametrize("name", ["ripples", "hop"])
 def test_a_trial_goes_on_until_the_time_is_over(four: ReplicaActors, name: str) -> None:
     costs = Costs(latency_s=0.001)
-    trial = run_real(four, {"name": name}, slow="", steps=3, costs=costs, seconds=2.0)
+    sync = SyncSpec(name=name, group_size=2)
+    trial = run_real(four, sync, slow="", steps=3, costs=costs, seconds=2.0)
 
     assert 2.0 <= trial.seconds < 2.0 + 10 * trial.iteration_s
     assert len(trial.curve) > 3

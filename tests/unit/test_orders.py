@@ -38,7 +38,7 @@ class Stage:
         return hear()
 
     def done(self, number: int) -> None:
-        body = {"members": [0, 2], "nbytes": 10, "waited_s": 0.5}
+        body = {"members": [0, 2], "nbytes": 10, "waited_s": 0.5, "has_loss": False}
         self.reports[number].set_result(body)
 
 

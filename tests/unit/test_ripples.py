@@ -244,7 +244,7 @@ def test_the_generator_may_die_and_come_back() -> None:
         loop.call_later(50, fleet.generator.close)
         loop.call_later(80, fleet.generator.reopen)
 
-    assert progress(SyncSpec(name="ripples", deadline_s=6.0), during) >= 0.9 * progress(SMART)
+    assert progress(SyncSpec(name="ripples", deadline_s=6.0), during) >= 0.95 * progress(SMART)
 
 
 def test_after_a_restart_groups_form_again() -> None:
@@ -295,9 +295,11 @@ def windows_apart(sync: SyncSpec, num: int, compute_s: ComputeTime) -> int:
 
 
 def test_groups_of_the_last_rounds_connect_everybody_with_a_straggler() -> None:
-    assert windows_apart(PAIRS, 8, uniform_time(8, "2:6x")) == 0
-    # Without the guard too: divisions mix everybody. Its mutant is in test_generator, with cliques.
-    assert windows_apart(replace(PAIRS, isolation_rounds=0), 8, uniform_time(8, "2:6x")) == 0
+    assert windows_apart(PAIRS, 8, uniform_time(8, "2:20x")) == 0
+
+
+def test_mutant_without_the_guard_the_filter_leaves_a_straggler_apart() -> None:
+    assert windows_apart(replace(PAIRS, isolation_rounds=0), 8, uniform_time(8, "2:20x")) > 5
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,8 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
 
 HOP = ["--replicas", "4", "--sync", "hop", "--set"]
 RIPPLES = ["--replicas", "4", "--sync", "ripples", "--set"]
+LOCAL = ["--replicas", "4", "--sync", "local", "--steps", "10", "--set"]
+ADAM = ["--replicas", "4", "--sync", "quantized-adam", "--steps", "10", "--set"]
 
 # --- refusals --------------------------------------------------------------------------------
 
@@ -270,6 +272,14 @@ RIPPLES = ["--replicas", "4", "--sync", "ripples", "--set"]
         ([*HOP, "sync.graph=rings"], ["'rings'", "did you mean 'ring'?"]),
         ([*HOP, "sync.graph=APART"], ["not connected", "replica 3", "sync.graph=ring"]),
         ([*RIPPLES, "sync.group_size=5"], ["sync.group_size is 5", "4 replicas", "2 to 4"]),
+        ([*LOCAL, "sync.outer_lr=0"], ["sync.outer_lr is 0", "above 0"]),
+        ([*LOCAL, "sync.outer_momentum=1"], ["sync.outer_momentum 1", "not including, 1"]),
+        ([*LOCAL, "sync.local_steps=11"], ["sync.local_steps=11", "10 steps", "never agree"]),
+        ([*ADAM, "sync.warmup=10"], ["sync.warmup=10", "10 steps", "a tenth"]),
+        ([*ADAM, "optim.name=sgd"], ["optim.name=sgd", "Adam of its own"]),
+        ([*HOP, "sync.local_steps=8"], ["sync.local_steps=8", "ripples or ad-psgd or local"]),
+        (["--replicas", "4", "--set", "sync.skip=8"], ["sync.skip=8: allreduce", "--sync hop"]),
+        ([*RIPPLES, "sync.groups=ruler", "--set", "sync.group_size=2"], ["groups=ruler", "smart"]),
         (["--replicas", "4", "--slow", "2:4"], ["--slow", "'2:4'", "'2:4x'"]),
         (["--replicas", "4", "--slow", "4:2x"], ["no replica 4", "0 to 3"]),
         (["--replicas", "2", "--sync-codec", "int3"], ["no codec 'int3'"]),

@@ -25,11 +25,12 @@ EXACT = {
     "quantized-adam": SyncSpec(name="quantized-adam", codec=LOW, warmup=2),
     "local": SyncSpec(name="local", local_steps=2, codec=LOW),
     "ripples, ruler": SyncSpec(name="ripples", groups="ruler", group_size=2),
+    "hop": SyncSpec(name="hop", graph="complete"),
+    "hop, 4 bits": SyncSpec(name="hop", graph="complete", codec=LOW),
 }
 LOOSE = {
     "ripples": SyncSpec(name="ripples", group_size=2),
-    "hop": SyncSpec(name="hop", graph="complete"),
-    "hop, 4 bits": SyncSpec(name="hop", graph="complete", codec=LOW),
+    "hop, backup": SyncSpec(name="hop", graph="complete", backup_workers=1),
     "ad-psgd": SyncSpec(name="ad-psgd"),
 }
 
@@ -167,7 +168,7 @@ def test_after_a_death_the_others_finish(name: str, when_s: float) -> None:
 
     for replica in (0, 1, 3):
         assert len(replicas.records[replica]) == 8
-    if name in EXACT and "ripples" not in name:
+    if name in EXACT and "ripples" not in name and "hop" not in name:
         assert torch.equal(replicas.weights(0), replicas.weights(1))
         assert torch.equal(replicas.weights(0), replicas.weights(3))
 
