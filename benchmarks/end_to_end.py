@@ -1,12 +1,13 @@
 """End-to-end compression: activations, their gradients and replica traffic, all in few bits.
 
-Two replicas of two stages. The script first runs without limits, sees how long the busiest stage
-computes in a step and what the busiest uplink carries, and takes the bandwidth at which
-uncompressed traffic takes 8 times the compute. There it trains uncompressed, with compressed
+Two replicas of two stages. The script sees how long the busiest stage computes in a step and what
+the busiest uplink carries, and takes the bandwidth at which uncompressed traffic takes 8 times the
+compute *of that very arm*: stages that wait for the network leave their cores to others and compute
+faster, so it tries again until the ratio holds. There it trains uncompressed, with compressed
 activations only, and end to end (AC-SGD and quantized-adam): same seed, order, batches and
 optimizer (a frozen variance learns faster than AdamW in a short run, which is no merit of bits;
 all-reduce with AdamW is the last arm). An arm trains on until it has reached the uncompressed run's
-final loss, the mean of its last epoch.
+final loss, the mean of its last epoch. `--runs 3` does all of it three times and shows the medians.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from bench import arguments, markdown, write
 
-RATIO = 8.0
+RATIO, TOLERANCE, NUM_TRIES = 8.0, 0.04, 5
 GOAL_SOONER, GOAL_GAP = 4.9, 0.02
 COMPUTE = ("load", "forward", "backward", "update")
 
@@ -83,6 +84,28 @@ def train(actors: Any, settings: dict[str, Any], *, target: float | None = None)
     }
 
 
+def find_bandwidth(actors: Any, settings: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Where the uncompressed arm sends `RATIO` times as long as it computes, and what it did."""
+    bps: Any = "unlimited"
+    for _ in range(NUM_TRIES):
+        seen = train(actors, {**settings, "network.bandwidth_bps": bps})
+        ratio = ratio_of(seen, bps) if bps != "unlimited" else 0.0
+        print(
+            f"at {bps} bit/s: compute {seen['compute_s']:.3f} s a step, "
+            f"{seen['uplink_nbytes'] / 1e6:.2f} MB on the busiest uplink, ratio {ratio:.2f}",
+            flush=True,
+        )
+        if abs(ratio / RATIO - 1) < TOLERANCE:
+            break
+        bps = round(8 * seen["uplink_nbytes"] / (RATIO * seen["compute_s"]), -4)
+    return float(bps), seen
+
+
+def ratio_of(arm: dict[str, Any], bps: float) -> float:
+    """How many times as long as it computes an arm sends."""
+    return float(8 * arm["uplink_nbytes"] / (bps * arm["compute_s"]))
+
+
 def main() -> None:
     parser = arguments("end_to_end", __doc__ or "")
     parser.add_argument("--epochs", type=int, default=8)
@@ -92,6 +115,7 @@ def main() -> None:
     parser.add_argument("--bw-bits", type=int, default=4)
     parser.add_argument("--sync-bits", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=1, help="of all arms; medians are shown")
     parser.add_argument("--bandwidth-bps", type=float, help="instead of finding it")
     parser.add_argument("--only", default="", help="some arms besides the first, with commas")
     args = parser.parse_args()
@@ -106,40 +130,42 @@ def main() -> None:
         for name, own in arms(args).items()
         if not args.only or name == "uncompressed" or name in args.only.split(",")
     }
-    found: dict[str, dict[str, Any]] = {}
+    all_runs: list[dict[str, dict[str, Any]]] = []
     with connect(None), ReplicaActors(2, 2, label="end-to-end") as actors:
         base: dict[str, Any] = {"data.num_samples": args.samples, "epochs": args.epochs}
-        free = train(
-            actors,
-            {**base, "epochs": None, "steps": 4, **chosen["uncompressed"],
-             "network.bandwidth_bps": "unlimited"},
-        )  # fmt: skip
-        bps = args.bandwidth_bps or round(
-            8 * free["uplink_nbytes"] / (RATIO * free["compute_s"]), -4
-        )
-        print(
-            f"compute {free['compute_s']:.3f} s a step, {free['uplink_nbytes'] / 1e6:.2f} MB on "
-            f"the busiest uplink: {RATIO:g} times the compute at {show_bandwidth(bps)}",
-            flush=True,
-        )
-        for name, own in chosen.items():
-            target = found["uncompressed"]["final_loss"] if found else None
-            settings = {**base, **own, "network.bandwidth_bps": bps}
-            arm = found[name] = train(actors, settings, target=target)
-            plain = found["uncompressed"]
-            arm["time_to_target_s"] = time_to_target(
-                arm["losses"], target=plain["final_loss"], window=plain["final_window"]
-            )
-            print(
-                f"{name:17} step {arm['step_s']:.3f} s, loss {arm['final_loss']:.4f}, "
-                f"reached after {arm['time_to_target_s']} s, bytes {arm['bytes_total']}",
-                flush=True,
-            )
+        short = {**base, "epochs": None, "steps": args.warmup + 4, **chosen["uncompressed"]}
+        if args.bandwidth_bps:
+            bps = args.bandwidth_bps
+        else:
+            bps, _ = find_bandwidth(actors, short)
+        print(f"bandwidth {show_bandwidth(bps)}", flush=True)
+        for run in range(args.runs):
+            found: dict[str, dict[str, Any]] = {}
+            for name, own in chosen.items():
+                target = found["uncompressed"]["final_loss"] if found else None
+                settings = {**base, **own, "network.bandwidth_bps": bps}
+                arm = found[name] = train(actors, settings, target=target)
+                plain = found["uncompressed"]
+                arm["time_to_target_s"] = time_to_target(
+                    arm["losses"], target=plain["final_loss"], window=plain["final_window"]
+                )
+                own_s, base_s = arm["time_to_target_s"], plain["time_to_target_s"]
+                arm["sooner"] = base_s / own_s if own_s else None
+                arm["gap"] = arm["final_loss"] - plain["final_loss"]
+                arm["ratio"] = ratio_of(arm, bps)
+                print(
+                    f"run {run} {name:17} step {arm['step_s']:.3f} s, "
+                    f"loss {arm['final_loss']:.4f}, reached after {arm['time_to_target_s']} s, "
+                    f"traffic {arm['ratio']:.1f} times the compute, bytes {arm['bytes_total']}",
+                    flush=True,
+                )
+            all_runs.append(found)
+    # The run whose end-to-end arm is the median one: all its numbers belong together.
+    judged = "end to end" if "end to end" in chosen else "uncompressed"
+    ranked = sorted(all_runs, key=lambda one: one[judged]["sooner"] or 0.0)
+    found = ranked[(len(ranked) - 1) // 2]
     plain, rows = found["uncompressed"], []
     for name, arm in found.items():
-        own_s, base_s = arm["time_to_target_s"], plain["time_to_target_s"]
-        arm["sooner"] = base_s / own_s if own_s else None
-        arm["gap"] = arm["final_loss"] - plain["final_loss"]
         kinds = [
             f"{plain['bytes_total'][kind] / max(1, arm['bytes_total'][kind]):.1f}x"
             for kind in ("activation", "gradient", "replica")
@@ -163,8 +189,10 @@ def main() -> None:
         print(f"goal (4.9x sooner, gap below 0.02 nats): {'met' if met else 'not met'}")
     write(
         args.out,
-        {"ratio": RATIO, "bandwidth_bps": bps, "compute_s": free["compute_s"],
-         "uplink_nbytes": free["uplink_nbytes"], "arms": found,
+        {"ratio": plain["ratio"], "bandwidth_bps": bps, "compute_s": plain["compute_s"],
+         "uplink_nbytes": plain["uplink_nbytes"], "arms": found,
+         "runs": [{n: [a["sooner"], a["gap"], a["ratio"]] for n, a in one.items()}
+                  for one in all_runs],
          "settings": {key: str(value) for key, value in vars(args).items()}},
     )  # fmt: skip
 

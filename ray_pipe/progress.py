@@ -96,7 +96,9 @@ class RunState:
         state.loss = number(row.get("loss"))
         state.tokens_per_s = number(row.get("tokens_per_s"))
         state.unit = str(self.plan.get("unit", "tokens"))
-        state.more = progress_text(row) or where_replicas_are(row.get("fleet") or {})
+        state.more = progress_text(row) or where_replicas_are(
+            row.get("fleet") or {}, row.get("links")
+        )
         step_s = number(row.get("step_s"))
         if step_s:
             state.step_times.append(step_s)

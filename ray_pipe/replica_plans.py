@@ -96,6 +96,8 @@ def shares_work(sync: SyncSpec) -> bool:
 
 def is_deterministic(sync: SyncSpec) -> bool:
     """Whether the same settings give the same bits, however fast each replica is."""
+    if sync.name == "hop":  # the standard one waits for every neighbour's update of its step
+        return not (sync.backup_workers or sync.staleness or sync.skip)
     return sync.name in ("allreduce", "quantized-adam", "local") or (
         sync.name == "ripples" and sync.groups != "smart"
     )

@@ -126,10 +126,17 @@ def fate(member: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def where_replicas_are(fleet: Mapping[str, Any]) -> str:
+NUM_LINKS = 2
+"""Links that the progress line names: the busiest."""
+
+
+def where_replicas_are(
+    fleet: Mapping[str, Any], links: Mapping[str, Mapping[str, int]] | None = None
+) -> str:
     """`replicas at 12 12 9 12, gap 3 (largest 4), 17 groups, 2 conflicts, waited for …`.
 
-    Iterations are of all that live, in order; waits are those of the mean replica so far.
+    Iterations are of all that live, in order; waits are those of the mean replica so far. `links`
+    are the bytes of the step by link and kind.
     """
     places = [int(k) for k in (fleet.get("iterations") or {}).values()]
     if not places:
@@ -150,4 +157,8 @@ def where_replicas_are(fleet: Mapping[str, Any]) -> str:
     waits = show_waits(fleet["waited_s"])
     if waits:
         facts.append(f"waited for {waits}")
+    sent = sorted(((sum(k.values()), link) for link, k in (links or {}).items()), reverse=True)
+    if sent:
+        busiest = ", ".join(f"{link} {show_amount(n, 'B')}" for n, link in sent[:NUM_LINKS])
+        facts.append(f"busiest of {len(sent)} links: {busiest}")
     return ", ".join(facts)

@@ -280,6 +280,43 @@ METRICS: tuple[Metric, ...] = (
         help="Age of the oldest parameters that a replica mixed in its last step.",
         rare=True,
     ),
+    Metric(
+        name="pipe_replica_iterations",
+        kind="gauge",
+        unit="steps",
+        labels=("replica",),
+        help="Iterations that a replica has ended, skipped ones included.",
+        rare=True,
+    ),
+    Metric(
+        name="pipe_replica_skipped_steps",
+        kind="gauge",
+        unit="steps",
+        help="Iterations that replicas have skipped so far, together.",
+        rare=True,
+    ),
+    Metric(
+        name="pipe_replica_groups",
+        kind="gauge",
+        unit="groups",
+        help="Groups that the Group Generator has formed so far.",
+        rare=True,
+    ),
+    Metric(
+        name="pipe_replica_conflicts",
+        kind="gauge",
+        unit="requests",
+        help="Requests for a group while all others were in one, so far.",
+        rare=True,
+    ),
+    Metric(
+        name="pipe_replica_waited_seconds",
+        kind="gauge",
+        unit="seconds",
+        labels=("cause",),
+        help="What the mean replica has waited for so far, by cause.",
+        rare=True,
+    ),
 )
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}

@@ -302,6 +302,30 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             queries=(lines(latest("pipe_replica_staleness_steps", "replica"), "replica"),),
             help="Iterations that the oldest parameters mixed last were behind (Hop).",
         ),
+        Panel(
+            title="Iterations of each replica",
+            unit="short",
+            queries=(
+                lines(latest("pipe_replica_iterations", "replica"), "replica"),
+                lines(latest("pipe_replica_skipped_steps")),
+            ),
+            help="Skipped ones included; those that were skipped, of all replicas, beside them.",
+        ),
+        Panel(
+            title="Groups and conflicts",
+            unit="short",
+            queries=(
+                lines(latest("pipe_replica_groups")),
+                lines(latest("pipe_replica_conflicts")),
+            ),
+            help="Of Ripples' Group Generator, since the run began.",
+        ),
+        Panel(
+            title="What replicas waited for",
+            unit="s",
+            queries=(lines(latest("pipe_replica_waited_seconds", "cause"), "cause"),),
+            help="Seconds of the mean replica since the run began, by cause.",
+        ),
     ),
     "Faults": (
         Panel(

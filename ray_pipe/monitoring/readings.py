@@ -59,6 +59,14 @@ def of_arm_end(summary: ArmSummary) -> Iterator[Reading]:
         yield Reading("pipe_prediction_error_ratio", summary.prediction_error)
 
 
+FLEET = {
+    "skipped": "pipe_replica_skipped_steps",
+    "groups": "pipe_replica_groups",
+    "conflicts": "pipe_replica_conflicts",
+}
+"""Counts of a row's `fleet`, and what they are exported as."""
+
+
 def of_replay(sent: Sent, records: Sequence[StepRecord]) -> Iterator[Reading]:
     """What a step adds that a failure made run again: its bytes, as results.json counts them."""
     yield from _of_sent(sent)
@@ -93,6 +101,12 @@ def _of_row(row: StepRow) -> Iterator[Reading]:
     for replica, iteration in places.items():
         gap = iteration - min(places.values())
         yield _reading("pipe_replica_gap_steps", gap, replica=replica)
+        yield _reading("pipe_replica_iterations", iteration, replica=replica)
+    for key, name in FLEET.items():
+        if key in row.fleet:
+            yield _reading(name, row.fleet[key])
+    for cause, seconds in row.fleet.get("waited_s", {}).items():
+        yield _reading("pipe_replica_waited_seconds", seconds, cause=cause)
     for replica, one in row.replicas.items():
         stale = float(one.get("staleness", 0))
         yield _reading("pipe_replica_staleness_steps", stale, replica=replica)

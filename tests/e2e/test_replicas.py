@@ -314,3 +314,30 @@ def test_a_run_of_replicas_is_saved_shown_and_resumed_to_the_same_bits(
     for kind in ("activation", "gradient", "replica"):  # every kind of bytes shrank
         assert whole["bytes_total"][kind] < 0.6 * fp32[kind]
     assert "replica 1" in (tmp_path / "whole/report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("sync", "options"),
+    [("hop", {"sync.graph": "ring"}), ("ripples", {"sync.groups": "ruler"})],
+    ids=["hop", "ruler"],
+)
+def test_whoever_meets_by_the_step_resumes_to_the_same_bits(
+    cluster: None, tmp_path: Path, sync: str, options: dict[str, Any]
+) -> None:
+    def losses(name: str, **changes: Any) -> list[float]:
+        settings = {
+            "data.num_samples": 16,
+            "checkpoint.every": 3,
+            "out": str(tmp_path),
+            "name": name,
+            **options,
+            **changes,
+        }
+        config = make_arm(sync, replicas=2, steps=6, **settings).config
+        (arm,) = run(config, Silent()).results["arms"]
+        return [loss for _, _, loss in arm["losses"]]
+
+    whole = losses("whole")
+    saved = tmp_path / "whole/checkpoints/fp32/checkpoint_000003"
+
+    assert losses("resumed", **{"checkpoint.resume": str(saved)}) == whole

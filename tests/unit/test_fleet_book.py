@@ -85,6 +85,20 @@ def test_the_progress_line_says_where_all_replicas_are_and_what_they_waited_for(
     assert line == ("replicas at 3 2 1, gap 2, 5 groups, 1 conflict, waited for the mean 100 ms")
 
 
+def test_the_progress_line_names_the_busiest_links() -> None:
+    book = FleetBook(strategy="allreduce")
+    book.ended(0, 0, [record(0, 0)])
+    sent = {
+        "0->1": {"activation": 1000, "control": 500},
+        "1->2": {"replica": 2_000_000},
+        "2->0": {"replica": 3000},
+    }
+
+    line = where_replicas_are(book.now(), sent)
+
+    assert line.endswith("busiest of 3 links: 1->2 2.00 MB, 2->0 3.00 kB")
+
+
 def test_the_progress_line_of_replicas_in_step_is_short() -> None:
     book = FleetBook(strategy="allreduce")
     assert where_replicas_are(book.now()) == ""

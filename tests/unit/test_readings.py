@@ -101,6 +101,25 @@ def test_added_up_counters_equal_the_ledger_and_the_summary() -> None:
     assert totals["pipe_stage_seconds_total"] == pytest.approx(shares)
 
 
+def test_a_row_of_replicas_gives_where_they_are_and_what_they_waited_for() -> None:
+    meter, (records, *_) = steps()
+    fleet = {
+        "iterations": {0: 7, 1: 5}, "gap": 2, "largest_gap": 2, "skipped": 3, "groups": 4,
+        "conflicts": 1, "waited_s": {"plan": 0.5, "gate": 2.0},
+    }  # fmt: skip
+    row = replace(meter.add(records), fleet=fleet)
+
+    readings = list(of_step(row, records))
+    found = {(name, " ".join(v for _, v in labels)): value for name, value, labels in readings}
+
+    assert wrong(readings) == []
+    assert found["pipe_replica_iterations", "1"] == 5
+    assert found["pipe_replica_gap_steps", "0"] == 2
+    assert found["pipe_replica_skipped_steps", ""] == 3
+    assert (found["pipe_replica_groups", ""], found["pipe_replica_conflicts", ""]) == (4, 1)
+    assert found["pipe_replica_waited_seconds", "gate"] == 2.0
+
+
 def test_what_is_not_finite_is_left_out() -> None:
     meter, (records, *_) = steps()
     records = [
