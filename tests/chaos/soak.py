@@ -142,6 +142,7 @@ class Watch:
     memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)
     before: Any = None
+    after: Any = None
     rows_before: int = 0
 
     def __post_init__(self) -> None:
@@ -163,6 +164,8 @@ class Watch:
             self.look(now)
             self.next_look = time.monotonic() + LOOK_S
         if now > self.start + 60 * self.minutes:
+            if tracemalloc.is_tracing():  # before the report is made, which loads a library
+                self.after = tracemalloc.take_snapshot()
             raise Enough
         if now > self.next_fault:
             self.strike(row["step"])
@@ -209,10 +212,10 @@ class Watch:
 
     def python_growth(self) -> dict[str, Any]:
         """What Python objects were added a step since the first look, and where."""
-        if self.before is None or self.meter is None:
+        if self.before is None or self.after is None or self.meter is None:
             return {}
         steps = max(1, len(self.meter.rows) - self.rows_before)
-        changes = tracemalloc.take_snapshot().compare_to(self.before, "lineno")
+        changes = self.after.compare_to(self.before, "lineno")
         places = []
         for change in changes[:8]:
             frame = change.traceback[0]
@@ -291,12 +294,15 @@ def report(config: RunConfig, watch: Watch, failures: list[Failure], kept: float
     grew = counts_that_grew(watch.counts, MAX_MORE)
     trouble = [f"{len(differ)} losses differ, the first of step {differ[0]}"] if differ else []
     trouble += [f"{name}: {g.why}" for name, g in growths.items() if g is not None and g.leaks]
+    if watch.minutes >= 5:
+        trouble += [f"{name} was not seen long enough" for name, g in growths.items() if g is None]
     trouble += [f"{name}: {before} -> {after}" for name, (before, after) in grew.items()]
     trouble += [f"{f} was not survived" for f in failures if f.resumed_from is None]
     if not failures or not watch.injected:
         trouble.append("no fault was injected: nothing was tested")
     return {
-        "command": f"python tests/chaos/soak.py --minutes {watch.minutes:g} --seed {watch.seed}",
+        "command": f"python tests/chaos/soak.py --minutes {watch.minutes:g} --seed {watch.seed} "
+        f"--every {watch.every_s:g}",
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch "
         f"{torch.__version__}, ray {ray.__version__}",
         "seconds_watched": seconds,
