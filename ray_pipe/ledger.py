@@ -7,6 +7,7 @@ link would count its bytes at both ends, and is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -61,10 +62,10 @@ class Ledger:
                         f"link {link} was reported by stage {owner[link]} and by stage "
                         f"{record.stage}: only the sender counts its bytes"
                     )
-                into = step_sent.setdefault(link, {})
+                into = step_sent.setdefault(sys.intern(link), {})
                 for kind, nbytes in kinds.items():
                     _check(record, link, kind, nbytes)
-                    into[kind] = into.get(kind, 0) + nbytes
+                    into[sys.intern(kind)] = into.get(kind, 0) + nbytes
         self._owner, self._last_step = owner, last_step
         for link, kinds in step_sent.items():
             into = self._sent.setdefault(link, {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -319,9 +320,11 @@ def _codec_of(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
     merged: dict[str, dict[str, float]] = {}
     for record in records:
         for edge, numbers in record.codec.items():
-            own = merged.setdefault(edge, {})
+            # A record that came through Ray brings its own copy of every name: rows are kept for
+            # the whole run, so they share them.
+            own = merged.setdefault(sys.intern(edge), {})
             sender = edge.partition("->")[0] == str(record.stage)
             for name, number in numbers.items():
                 if sender or name not in own:
-                    own[name] = number
+                    own[sys.intern(name)] = number
     return merged
