@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
+from netsim.link import Link, frame_nbytes
 from stages.sync.collective import Collective
 from stages.sync.fleet import Fleet
 from stages.sync.payload import VectorCoder
@@ -360,6 +361,64 @@ def test_17_bytes_on_every_link_are_the_closed_form(codec: CodecSpec) -> None:
     assert_bytes_are_the_closed_form(SyncSpec(codec=codec), RING)
     assert_bytes_are_the_closed_form(SyncSpec(codec=codec, route="direct"), DIRECT)
     assert_bytes_are_the_closed_form(replace(AVERAGE, codec=codec), DIRECT)
+
+
+def assert_letters_have_their_size(sync: SyncSpec, *, sizes: list[int], exact: int = 0) -> None:
+    """Every letter with a tensor holds one of these many values in 4 bits, `exact` of each link
+    as they are; who writes to whom may depend on time."""
+    dim, steps = 4096, 6
+    trainers = quadratics(4, dim=dim, dtype=torch.float32, lr=0.01)
+    coder = VectorCoder(sync.payload)
+    seen: list[tuple[str, int]] = []
+
+    def wrap(link: Link) -> Link:
+        send = link.send
+
+        def watched(frame: Any, *, kind: str) -> None:
+            if kind == "replica":
+                seen.append((link.name, frame_nbytes(frame)))
+            send(frame, kind=kind)
+
+        link.send = watched  # type: ignore[method-assign]
+        return link
+
+    run_fleet(trainers, sync, steps, wrap_link=wrap)
+    assert len(seen) >= 4 * steps / 2
+    coded = [(coder.nbytes(size), coder.nbytes(size) + 200) for size in sizes]
+    plain = [name for name, n in seen if not any(low <= n <= high for low, high in coded)]
+    most = max((plain.count(name) for name in set(plain)), default=0)
+    assert most <= exact, f"{sync.name}: {most} letters of a link are not in 4 bits"
+
+
+@pytest.mark.parametrize(
+    ("sync", "sizes", "exact"),
+    [
+        (SyncSpec(name="quantized-adam", warmup=1), [1024], 2),  # the warm-up: up and down
+        (SyncSpec(name="ripples", group_size=2), [2048], 0),
+        (SyncSpec(name="ripples", groups="ruler"), [2048, 1024], 0),
+        (SyncSpec(name="hop", graph="ring"), [4096], 1),  # the first, that others build on
+        (SyncSpec(name="ad-psgd"), [4096], 0),
+    ],
+    ids=["quantized-adam", "ripples", "ruler", "hop", "ad-psgd"],
+)
+def test_17_letters_of_every_strategy_are_in_four_bits(
+    sync: SyncSpec, sizes: list[int], exact: int
+) -> None:
+    assert_letters_have_their_size(replace(sync, codec=FOUR_BITS), sizes=sizes, exact=exact)
+
+
+def test_17_mutant_a_silent_fall_back_of_hop(monkeypatch: Any) -> None:
+    right = VectorCoder.encode
+    monkeypatch.setattr(
+        VectorCoder,
+        "encode",
+        lambda self, slot, x, *, exact=False: right(self, slot, x, exact=True),
+    )
+
+    with pytest.raises(AssertionError, match="are not in 4 bits"):
+        assert_letters_have_their_size(
+            SyncSpec(name="hop", graph="ring", codec=FOUR_BITS), sizes=[4096], exact=1
+        )
 
 
 def test_17_mutant_a_silent_fall_back_to_fp32(monkeypatch: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from replica_bench import Replicas
 
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
+from ray_pipe.replica_members import _mean
 from stages.optim import OptimSpec
+from stages.sync.stage_shard import StageShard
 from stages.sync.strategies import SyncSpec
 
 BENCH = Bench(num_stages=2, num_samples=24, micro_batches=2, micro_batch_size=2)
@@ -227,3 +230,30 @@ def test_quantized_adam_decays_matrices_only() -> None:
     ):
         for one, other in zip(mine.compute.parameters, theirs.compute.parameters, strict=True):
             assert torch.equal(one, other) == (one.dim() < 2)
+
+
+def test_buffers_of_a_batch_norm_stay_the_replicas_own() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    norm(torch.arange(12.0).view(4, 3))
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    compute: Any = SimpleNamespace(parameters=list(norm.parameters()))
+    shard = StageShard(compute)
+
+    assert len(shard.parameters()) == 6  # weight and bias; neither running mean nor variance
+    shard.set_parameters(torch.full((6,), 7.0))
+
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+    assert bool((norm.weight == 7.0).all())
+
+
+def test_an_exported_batch_norm_has_the_mean_of_the_buffers() -> None:
+    modules = []
+    for shift in (0.0, 10.0):
+        norm = torch.nn.BatchNorm1d(2, momentum=1.0)
+        norm(shift + torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+        modules.append(norm.state_dict())
+
+    found = _mean(modules)
+
+    assert found["running_mean"].tolist() == [6.0, 7.0]
+    assert found["num_batches_tracked"] == 1
