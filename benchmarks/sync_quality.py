@@ -52,6 +52,7 @@ OPTIM = {
 }
 AVERAGING = {
     "local, 4 steps": SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
+    "diloco, 8 steps": SyncSpec(name="local", local_steps=8),
     "ripples, pairs": SyncSpec(name="ripples", group_size=2),
     "ripples, ruler": SyncSpec(name="ripples", groups="ruler"),
     "ad-psgd": SyncSpec(name="ad-psgd"),
@@ -59,9 +60,13 @@ AVERAGING = {
     "hop, backup 1": SyncSpec(name="hop", backup_workers=1),
     "hop, stale 3": SyncSpec(name="hop", staleness=3),
     "hop, skip 4": SyncSpec(name="hop", backup_workers=1, skip=4),
+    "hop, skip 4, one 4x slower": SyncSpec(name="hop", backup_workers=1, skip=4),
     "hop, 8 bits": SyncSpec(name="hop", codec=CodecSpec(name="directq", bits=8)),
 }
 """Strategies that average parameters."""
+
+SLOW = {"hop, skip 4, one 4x slower": "2:4x"}
+"""Among equals nobody jumps. The slow replica's skipped steps are samples that nobody sees."""
 
 QUANTIZED = SyncSpec(
     name="quantized-adam", warmup=STEPS // 4, codec=CodecSpec(name="directq", bits=4)
@@ -111,7 +116,9 @@ class GptTrainer(ModuleTrainer):
             shard.clip()
 
 
-def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, optimizer: str, lr: float) -> float:
+def gpt_loss(
+    sync: SyncSpec, seed: int, tokens: Tensor, *, optimizer: str, lr: float, slow: str = ""
+) -> float:
     """Held-out loss of the mean model after `EPOCHS` epochs."""
     shard = NUM_SAMPLES // NUM
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
@@ -129,7 +136,7 @@ def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, optimizer: str, lr: f
     def make(replica: int) -> GptTrainer:
         module = nn.Sequential(*(gpt_block(SHAPE, i, seed=seed) for i in range(SHAPE.layers)))
         own = make_optimizer(OPTIM[optimizer], module.parameters())
-        times = Costs().compute_time(NUM, "", seed)
+        times = Costs().compute_time(NUM, slow, seed)
         trainer = GptTrainer(
             replica, module, loss_at=loss_at, optimizer=own, lr=lr, compute_s=times
         )
@@ -138,12 +145,17 @@ def gpt_loss(sync: SyncSpec, seed: int, tokens: Tensor, *, optimizer: str, lr: f
         return trainer
 
     trainers = [make(replica) for replica in range(NUM)]
+    skipped: list[int] = []
 
     async def main() -> None:
         topology = Topology.uniform(num_nodes(NUM), bandwidth_bps=1e8, latency_s=0.02)
-        await Fleet(sync=sync, trainers=trainers, topology=topology).run(STEPS)
+        fleet = Fleet(sync=sync, trainers=trainers, topology=topology)
+        await fleet.run(STEPS)
+        skipped.extend(replica.num_skipped for replica in fleet.replicas.values())
 
     run_virtual(main())
+    if slow:
+        print(f"  {sum(skipped)} of {STEPS} steps skipped by the slow replica", flush=True)
     mean = torch.stack([trainer.shards[0].parameters() for trainer in trainers]).mean(0)
     trainers[0].shards[0].set_parameters(mean)
     with torch.no_grad():
@@ -165,7 +177,11 @@ def like_data(optimizer: str, seeds: int) -> dict[str, Any]:
     for name, sync in LIKE[optimizer].items():
         start = time.process_time()
         lr = rate(optimizer, name)
-        losses = [gpt_loss(sync, seed, tokens, optimizer=optimizer, lr=lr) for seed in range(seeds)]
+        slow = SLOW.get(name, "")
+        losses = [
+            gpt_loss(sync, seed, tokens, optimizer=optimizer, lr=lr, slow=slow)
+            for seed in range(seeds)
+        ]
         base = found["all-reduce"]["losses"] if found else losses
         apart = [loss / exact - 1 for loss, exact in zip(losses, base, strict=True)]
         found[name] = {"losses": losses, "apart": apart, "lr": lr}
