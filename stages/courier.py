@@ -47,8 +47,17 @@ class Courier:
     driver's to watch. A frame that is lost with its actor is missed by whoever waits for it.
     """
 
-    def __init__(self, source: int, on_error: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        source: int,
+        on_error: Callable[[str], None],
+        *,
+        put: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`put` stores a payload and gives a reference in its place (`ray.put`): a letter that goes
+        to several in a row is then stored once. Without it every push carries its own."""
         self.source = source
+        self._put = put
         self._on_error = on_error
         self._frames: SimpleQueue[tuple[Any, str, tuple[int, ...], bytes | Scattered]] = (
             SimpleQueue()
@@ -64,17 +73,28 @@ class Courier:
         self._frames.put((peer, f"replica {replica}", (generation,), frame))
 
     def _main(self) -> None:
+        stored: tuple[Any, Any] = (None, None)  # the last frame in pieces, and its reference
+        peer: Any
+        frame: Any
+        payload: Any
         while True:
+            if self._frames.empty():
+                stored = (None, None)  # an idle courier must not keep a frame alive
             peer, target, tags, frame = self._frames.get()
             try:
                 # Two tags: a frame of a neighbour. One: a letter of a replica.
                 if len(tags) == 2:
                     peer.deliver.remote(*enclose(*tags, frame))
                 else:
-                    peer.deliver_letter.remote(*tags, _payload(frame))
+                    payload = _payload(frame)
+                    if self._put is not None and isinstance(frame, Scattered):
+                        if stored[0] is not frame:
+                            stored = (frame, self._put(payload))
+                        payload = stored[1]
+                    peer.deliver_letter.remote(*tags, payload)
             except Exception as error:  # whatever it is, the thread must live and the stage hear
                 self._on_error(f"pushing to {target} failed: {error!r}")
-            del peer, frame  # an idle courier must not keep a frame alive
+            peer = frame = payload = None
 
 
 def _payload(frame: bytes | Scattered) -> Any:

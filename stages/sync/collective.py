@@ -68,8 +68,8 @@ class Collective:
         mean = await self._lane.run("decode", "reduce", -1, self._mean, packets, pieces, place)
         packet, read = await self._encode(f"down/{num}/{place}", mean, plan)
         kept[place] = self._lost(mean, read, num)
-        for index in _others(place, num):
-            nbytes += self._inbox.send(members[index], "down", tag, part=place, packet=packet)
+        next_first = [members[index] for index in _others(place, num)]
+        nbytes += self._inbox.send_all(next_first, "down", tag, part=place, packet=packet)
         await self._place(value, place, num, read)  # while the others do the same
         others = [index for index in range(num) if index != place]
         packets = await self._inbox.collect(

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from compressors.base import Packet
@@ -61,7 +60,7 @@ class Post:
 
         self._link_to = link_to
         self._wire = wire
-        self._num_sent: Counter[int] = Counter()
+        self._num_sent = 0
 
     def send(
         self,
@@ -75,7 +74,23 @@ class Post:
         packet: Packet | None = None,
     ) -> int:
         """Post a letter and return its bytes on the wire. Never waits."""
-        self._num_sent[target] += 1
+        return self.send_all(
+            (target,), op, epoch=epoch, number=number, part=part, body=body, packet=packet
+        )
+
+    def send_all(
+        self,
+        targets: Sequence[int],
+        op: str,
+        *,
+        epoch: int = 0,
+        number: int = 0,
+        part: int = 0,
+        body: Mapping[str, Any] | None = None,
+        packet: Packet | None = None,
+    ) -> int:
+        """One letter to several: made and summed up once, and the very same frame for all."""
+        self._num_sent += 1
         header = FrameHeader(
             kind="control" if packet is None else "replica",
             replica=self.replica,
@@ -84,7 +99,7 @@ class Post:
             step=number,
             micro_batch=part,
             generation=epoch,
-            seq=self._num_sent[target],
+            seq=self._num_sent,
             body={"op": op} if body is None else {"op": op, **body},
         )
         frame = self._wire.pack(header, packet)
@@ -93,9 +108,10 @@ class Post:
             LETTERS,
         ):  # a simulated one knows only its size
             num_values = packet.meta.get("num_values") or math.prod(packet.shape)
-            self.fp32_nbytes += 4 * int(num_values)
-        self._link_to(target).send(frame, kind=header.kind)
-        return frame_nbytes(frame)
+            self.fp32_nbytes += 4 * int(num_values) * len(targets)
+        for target in targets:
+            self._link_to(target).send(frame, kind=header.kind)
+        return frame_nbytes(frame) * len(targets)
 
     def on_frame(self, frame: Any) -> None:
         """A letter arrived; a damaged one is dropped, whoever needs it will ask again."""
@@ -134,12 +150,19 @@ class Inbox:
 
     def send(self, target: int, op: str, tag: tuple[int, int], *, part: int, packet: Packet) -> int:
         """Post a letter of an exchange and keep it, in case it is asked for again."""
+        return self.send_all((target,), op, tag, part=part, packet=packet)
+
+    def send_all(
+        self, targets: Sequence[int], op: str, tag: tuple[int, int], *, part: int, packet: Packet
+    ) -> int:
+        """The same letter to several."""
         epoch, number = tag
-        self._sent.setdefault(target, {})[op, epoch, number, part, self._post.replica] = packet
-        self._written_to.add(target)
+        for target in targets:
+            self._sent.setdefault(target, {})[op, epoch, number, part, self._post.replica] = packet
+            self._written_to.add(target)
         loss = self.loss_of(tag)
-        return self._post.send(
-            target,
+        return self._post.send_all(
+            targets,
             op,
             epoch=epoch,
             number=number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +84,25 @@ def test_a_push_that_fails_is_told_and_the_next_one_goes() -> None:
 
     assert "pushing to replica 4 failed" in told.get(timeout=10)
     assert peer.next() == (0, b"next")
+
+
+def test_a_letter_that_goes_to_several_is_stored_once() -> None:
+    stored: list[Any] = []
+    all_posted = threading.Event()
+
+    def put(payload: Any) -> str:
+        assert all_posted.wait(10)
+        stored.append(payload)
+        return f"ref {len(stored)}"
+
+    courier, peer, other = Courier(0, print, put=put), Peer(), Peer()
+    vector = torch.arange(100_000, dtype=torch.float32)
+    packet = Identity().encode(vector, keys=SampleKeys(ids=(0,)))
+    first, second = scatter(HEADER, packet), scatter(HEADER, packet)
+    for target, frame in ((peer, first), (other, first), (peer, second), (peer, b"small")):
+        courier.post(target, 1, 5, frame)
+    all_posted.set()
+
+    assert [peer.next(), other.next(), peer.next()] == [(5, "ref 1"), (5, "ref 1"), (5, "ref 2")]
+    assert peer.next() == (5, b"small")
+    assert len(stored) == 2

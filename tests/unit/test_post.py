@@ -74,3 +74,24 @@ def test_a_peer_that_has_everything_costs_nothing() -> None:
     asks(box, 1, 5)
 
     assert len(wires[1].headers) == 1
+
+
+def test_one_letter_to_several_is_one_frame() -> None:
+    frames: dict[int, list[object]] = {1: [], 2: []}
+
+    class Keeps:
+        def __init__(self, target: int) -> None:
+            self._target = target
+
+        def send(self, frame: object, *, kind: str) -> None:
+            frames[self._target].append(frame)
+
+    post = Post(replica=0, link_to=Keeps)  # type: ignore[arg-type,return-value]
+    box = Inbox(post, ("down",))
+    alone = box.send(1, "down", (0, 4), part=0, packet=packet())
+
+    assert box.send_all((1, 2), "down", (0, 5), part=0, packet=packet()) == 2 * alone
+    assert frames[1][1] is frames[2][0]
+    assert post.fp32_nbytes == 3 * 12
+    asks(box, 2, 5)  # each of them may ask for it again
+    assert len(frames[2]) == 2
