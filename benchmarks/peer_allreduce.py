@@ -34,6 +34,7 @@ class Replica:
     """One replica of the product with nothing but its exchange; a Ray actor holds it."""
 
     def __init__(self, index: int) -> None:
+        import ray
         import torch
 
         from netsim.loop_thread import LoopThread
@@ -50,7 +51,7 @@ class Replica:
         self._peers: list[Any] = []
         self._links: dict[int, Any] = {}
         self._uplink = Uplink()
-        self._courier = Courier(index, self._complain)
+        self._courier = Courier(index, self._complain, put=ray.put)
         self._post = Post(replica=index, link_to=self._link_to)
         lane = ThreadLane("sync", Unrecorded())
         self._exchange = self.loop.submit(

@@ -75,7 +75,7 @@ class StageProcess:
             transmit=ThreadLane("transmit", self._recorder),
         )
         self._box_lane = ThreadLane("black-box", Unrecorded())
-        self._courier = Courier(index, self.abort)
+        self._courier = Courier(index, self.abort, put=ray.put)
 
     def __repr__(self) -> str:
         if self.index == SPARE:
