@@ -136,12 +136,24 @@ def kinds_of(schedule: str, stage: int) -> list[str]:
     return list(chosen.values())
 
 
+WAYS = ("warm", "cold", "nobody_lost")
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """What was noted before; parts that nobody writes any more are left out."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known = ("summary", *WAYS, "frames", "ended_by_name")
+    return {part: value for part, value in found.items() if part in known}
+
+
 def note(path: Path, name: str, ended: Ended) -> None:
     """Add what a case did to a file of results: recoveries by how, frames that healed.
 
     Recoveries by a warm spare and by a new process are apart: they differ by seconds.
     """
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found = _noted(path)
+    for part in (*WAYS, "frames"):  # of an earlier run
+        found.get(part, {}).pop(name, None)
     found.setdefault("summary", {})
     for failure in ended.failures:
         found.setdefault(way_of(failure), {}).setdefault(name, []).append(failure.as_dict())
@@ -151,7 +163,7 @@ def note(path: Path, name: str, ended: Ended) -> None:
             "sent_again": ended.told("sent again", "was told to stage"),
             "arrived_twice": ended.told("arrived twice"),
         }
-    for way in ("warm", "cold", "nobody_lost"):
+    for way in WAYS:
         if way in found:
             found["summary"][way] = summary_of(found[way])
     path.write_text(json.dumps(found, indent=1) + "\n")
@@ -159,7 +171,7 @@ def note(path: Path, name: str, ended: Ended) -> None:
 
 def note_end(path: Path, name: str, **numbers: float) -> None:
     """Add how long a run took to end that was not to recover."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found = _noted(path)
     found.setdefault("ended_by_name", {})[name] = numbers
     path.write_text(json.dumps(found, indent=1) + "\n")
 
