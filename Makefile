@@ -10,12 +10,12 @@ MINUTES ?= 20
 RIG    ?= cluster
 SOURCES := pyproject.toml constraints.txt $(wildcard native/*.* native/rows/*)
 
-.PHONY: demo test test-chaos soak test-cluster test-tsan test-asan quick check fmt bench clean
+.PHONY: help demo test test-chaos soak test-cluster up down test-tsan test-asan quick check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
-	@echo "make test    the whole test suite"
+	@echo "make test    the test suite; the heavier ones have targets of their own:"
 	@echo "make test-chaos     kill, stop and corrupt: every action of every stage (about 10 minutes)"
 	@echo "make soak           20 minutes of random faults; does anything leak? (MINUTES=n)"
 	@echo "make test-cluster   several hosts with real slow links on this machine (root, 10 minutes)"
@@ -54,10 +54,9 @@ soak: $(READY)
 test-cluster: $(READY)
 	$(BIN)/python -m pytest -m "$(RIG)" tests/cluster
 
-# Ray's newer autoscaler starts one worker too few on machines of one's own (docs/cluster.md).
 up: $(READY)
 	$(BIN)/ray get-auth-token --generate >/dev/null
-	RAY_UP_enable_autoscaler_v2=0 $(BIN)/ray up -y cluster.yaml
+	$(BIN)/ray up -y cluster.yaml
 
 down: $(READY)
 	$(BIN)/ray down -y cluster.yaml
