@@ -193,7 +193,7 @@ def main() -> None:
          "uplink_nbytes": plain["uplink_nbytes"], "arms": found,
          "runs": [{n: [a["sooner"], a["gap"], a["ratio"]] for n, a in one.items()}
                   for one in all_runs],
-         "settings": {key: str(value) for key, value in vars(args).items()}},
+         "settings": {key: str(value) for key, value in vars(args).items() if key != "out"}},
     )  # fmt: skip
 
 
