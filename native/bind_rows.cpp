@@ -257,7 +257,7 @@ Stats store_stats(const Store& store) {
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.attr("ROWS_ABI") = 2;
+  m.attr("ROWS_ABI") = 3;
   m.def("row_procedures", &procedure_names);
   nb::exception<SnapshotExpired>(m, "SnapshotExpired", PyExc_RuntimeError);
 
@@ -306,9 +306,9 @@ void bind_rows(nb::module_& m) {
       .def_static("snapshot",
                   [](const std::shared_ptr<Store>& s) { return new HeldSnapshot(s); })
       .def("stats", &store_stats)
-      .def("compact", [](Store& s) {
+      .def("compact", [](Store& s, bool squeeze) {
         const nb::gil_scoped_release free;
-        return compact(s);
+        return compact(s, squeeze);
       });
 }
 

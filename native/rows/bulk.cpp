@@ -186,6 +186,7 @@ LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, f
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
   LookupResult result;
+  const uint64_t evicted_before = worker.counters.evicted.load(std::memory_order_relaxed);
   const size_t dim = table.config.dim;
   std::vector<int64_t> missing;
   std::vector<size_t> where;
@@ -220,8 +221,7 @@ LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, f
     const uint64_t resident = table.rows.load() - table.spilled_rows.load();
     if (table.config.max_rows && resident + here > table.config.max_rows && table.config.lru &&
         !table.config.spill)
-      result.evicted +=
-          evict(store, worker, table, resident + here - table.config.max_rows, first_touch);
+      evict(store, worker, table, resident + here - table.config.max_rows, first_touch);
     uint64_t inserted = 0;
     const auto insert = [&](Txn& txn, Get& get, size_t i) {
       if (i == 0) inserted = 0;
@@ -272,6 +272,8 @@ LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, f
     }
   }
   worker.evict_before = kIdle;
+  // Those that went at `max_rows`, and those that an insert without memory sent away.
+  result.evicted = worker.counters.evicted.load(std::memory_order_relaxed) - evicted_before;
   for (const Twice& t : twice) {
     std::memcpy(out + t.at * dim, out + t.first * dim, 4 * dim);
     seen[t.at] = seen[t.first];

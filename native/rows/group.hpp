@@ -126,7 +126,8 @@ struct PruneResult {
   uint64_t rows = 0, pruned = 0, regrown = 0, dropped = 0, alive = 0;
 };
 PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks);
-// Rewrites rows out of slabs that are less than half full. Returns how many slabs were marked.
-size_t compact(Store& store);
+// Rewrites rows out of slabs that are less than half full; `squeeze`: until what is free is in whole
+// slabs. Returns how many slabs were marked.
+size_t compact(Store& store, bool squeeze = false);
 
 }  // namespace ray_pipe::rows

@@ -109,7 +109,7 @@ bool Store::scavenge(Worker& worker, int size_class, bool insert) {
   return true;
 }
 
-size_t Store::mark_sparse_slabs(Worker& worker) {
+size_t Store::mark_sparse_slabs(Worker& worker, bool squeeze) {
   const Closed closed(*this);
   gather(worker);
   std::vector<uint32_t> free(arena.num_slabs(), 0);
@@ -122,17 +122,29 @@ size_t Store::mark_sparse_slabs(Worker& worker) {
   size_t marked = 0;
   for (int c = 0; c < arena.num_classes(); ++c) {
     const size_t per_slab = arena.cells_per_slab(c);
-    const auto sparse = [&](const Version* v) { return 2 * free[arena.slab_of(v)] > per_slab; };
-    std::vector<size_t> slabs;
-    for (const Version* v : worker.cells[c].free)
-      if (sparse(v)) slabs.push_back(arena.slab_of(v));
     auto& cells = worker.cells[c].free;
-    cells.erase(std::remove_if(cells.begin(), cells.end(), sparse), cells.end());
+    std::vector<size_t> slabs;
+    size_t spare = 0;
+    for (const Version* v : cells)
+      if (const size_t slab = arena.slab_of(v); free[slab]) slabs.push_back(slab), ++spare;
     std::sort(slabs.begin(), slabs.end());
     slabs.erase(std::unique(slabs.begin(), slabs.end()), slabs.end());
+    std::sort(slabs.begin(), slabs.end(),
+              [&](size_t x, size_t y) { return free[x] != free[y] ? free[x] > free[y] : x < y; });
+    // Rows that leave need cells elsewhere: as many whole slabs can go as there are cells for,
+    // less a sixteenth for those who write meanwhile.
+    const size_t most = squeeze ? (spare - spare / 16) / per_slab : 0;
+    size_t n = 0;
+    while (n < slabs.size() && (2 * free[slabs[n]] > per_slab || n < most)) ++n;
+    slabs.resize(n);
+    std::sort(slabs.begin(), slabs.end());
+    const auto leaves = [&](const Version* v) {
+      return std::binary_search(slabs.begin(), slabs.end(), arena.slab_of(v));
+    };
+    if (n) cells.erase(std::remove_if(cells.begin(), cells.end(), leaves), cells.end());
     for (const size_t slab : slabs)
       arena.vacate(slab, static_cast<uint32_t>(per_slab - free[slab]));
-    marked += slabs.size();
+    marked += n;
   }
   // Lists of free cells were as long as all that was pruned: eight bytes for each.
   each_worker([&](Worker& w) {

@@ -155,10 +155,10 @@ PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks) {
 
 namespace {
 
-size_t leave_sparse_slabs(Store& store) {
+size_t leave_sparse_slabs(Store& store, bool squeeze) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
-  const size_t marked = store.mark_sparse_slabs(worker);
+  const size_t marked = store.mark_sparse_slabs(worker, squeeze);
   if (!marked) return 0;
   for (const auto& table : store.tables()) {
     std::vector<int64_t> keys;
@@ -189,8 +189,8 @@ size_t leave_sparse_slabs(Store& store) {
 
 }  // namespace
 
-size_t compact(Store& store) {
-  const size_t marked = leave_sparse_slabs(store);
+size_t compact(Store& store, bool squeeze) {
+  const size_t marked = leave_sparse_slabs(store, squeeze);
   trim_heap();
   return marked;
 }

@@ -651,7 +651,7 @@ void training() {
       for (const float x : out) expect(x > -100 && x < 100, "a weight is torn");
       apply(store, table, keys.data(), 64, g.data(), 0.01, nullptr, seen.data());
       if (me == 0 && dice() % 8 == 0) prune(store, table, 1000 + dice() % 800);
-      if (me == 1 && dice() % 32 == 0) compact(store);
+      if (me == 1 && dice() % 32 == 0) compact(store, dice() % 2 == 0);
     }
   });
   uint64_t rows = 0, chunks = 0, cursor = 0;

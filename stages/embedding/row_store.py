@@ -22,6 +22,7 @@ from stages.embedding.row_answers import Snapshot
 from stages.embedding.row_arrays import Array, nbytes_of
 from stages.embedding.row_core import core as choose_core
 from stages.embedding.row_errors import StoreForkedError
+from stages.embedding.row_shares import take_room
 from stages.embedding.row_table import RowTable
 from stages.embedding.row_transaction import Transaction
 
@@ -47,8 +48,9 @@ class RowStore:
         self._module, self.native = choose_core(core)
         self.expired: type[Exception] = self._module.SnapshotExpired
         self.capacity = nbytes_of(capacity)
+        self.slab_bytes = nbytes_of(slab)
         self._core = self._module.RowStore.make(
-            self.capacity, nbytes_of(slab), pages == "huge", nbytes_of(snapshot_budget)
+            self.capacity, self.slab_bytes, pages == "huge", nbytes_of(snapshot_budget)
         )
         self._tables: dict[str, RowTable] = {}
         self.spilling: list[Any] = []
@@ -77,7 +79,8 @@ class RowStore:
 
         `chunks` cuts a row into columns that can be pruned one by one. `evict="lru"` makes room at
         `max_rows`, or at the store's capacity, by dropping the rows that training looked up longest
-        ago; `spill=True` leaves that to the caller (see `stages.embedding.row_spill`).
+        ago, here or in a larger such table (`row_shares`); `spill=True` leaves that to the caller
+        (see `stages.embedding.row_spill`).
         """
         self.check_alive()
         if dim < 1 or not 1 <= chunks <= 8 or dim % chunks:
@@ -101,8 +104,18 @@ class RowStore:
             *(name, dim, chunks, rule, numbers, kind, mean, scale, seed, max_rows),
             *(lru, spill, expected_rows, decay, utility_scale),
         )
-        self._tables[name] = RowTable(self, table, name, dim, chunks, optimizer, max_rows, spill)
+        self._tables[name] = RowTable(
+            self, table, name, dim, chunks, optimizer, max_rows, spill, evicts=lru and not spill
+        )
         return self._tables[name]
+
+    def lru_tables(self) -> list[RowTable]:
+        """Tables that drop their oldest rows for room."""
+        return [table for table in self._tables.values() if table.evicts]
+
+    def take_room(self, table: RowTable, *, num_rows: int, must: bool) -> bool:
+        """`row_shares.take_room`, for the store's own tables."""
+        return take_room(self, table, num_rows=num_rows, must=must)
 
     def __getitem__(self, name: str) -> RowTable:
         if name not in self._tables:
@@ -129,14 +142,15 @@ class RowStore:
         """An interactive transaction on one table, key by key: for tests and tools."""
         return Transaction(self[table], self.snapshot())
 
-    def compact(self) -> int:
+    def compact(self, *, squeeze: bool = False) -> int:
         """Rewrites rows out of slabs that are less than half full, which frees them.
 
-        Returns how many slabs that were. Worth calling after pruning: memory goes back to the
-        system as soon as no snapshot needs the old rows.
+        `squeeze`: out of fuller ones too, until what is free is in whole slabs. Returns how many
+        slabs that were. Worth calling after pruning: memory goes back to the system as soon as no
+        snapshot needs the old rows.
         """
         self.check_alive()
-        return int(self._core.compact())
+        return int(self._core.compact(squeeze))
 
     def stats(self) -> dict[str, Any]:
         """Numbers for metrics; `native` says which core gave them."""

@@ -83,7 +83,7 @@ class RowStore:
             "horizon": self.horizon(),
         }
 
-    def compact(self) -> int:
+    def compact(self, squeeze: bool, /) -> int:
         return 0
 
 

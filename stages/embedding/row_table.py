@@ -23,6 +23,8 @@ from stages.embedding.row_records import Records
 PAYLOAD_ROWS = {"put": 1, "add": 1, "delta_step": 1, "optimize": 1, "compare_and_put": 2}
 PROCEDURES = ("get", "get_or_init", *PAYLOAD_ROWS, "follow", "prune", "evict", "commit_if")
 ABSENT, PRESENT, SPILLED = range(3)
+MAX_TAKES = 16
+"""How often a call that does not fit takes room from other tables before it is refused."""
 
 
 class Owner(Protocol):
@@ -32,6 +34,8 @@ class Owner(Protocol):
     expired: type[Exception]
 
     def check_alive(self) -> None: ...
+
+    def take_room(self, table: RowTable, *, num_rows: int, must: bool) -> bool: ...
 
 
 class RowTable:
@@ -47,12 +51,19 @@ class RowTable:
         optimizer: rules.Optimizer | None,
         max_rows: int,
         spill: bool,
+        evicts: bool = False,
     ) -> None:
         self.name, self.dim, self.chunks, self.max_rows = name, dim, chunks, max_rows
         self.optimizer, self.spill = optimizer, spill
+        self.evicts = evicts
+        """Drops its oldest rows for room."""
+
         self.core = table
         self.inserted = self.evicted = 0
-        """By `lookup`, so far."""
+        """For `lookup`, so far, of this or another table."""
+
+        self.evicted_when_took = 0
+        """`evicted` when this table last took room from another."""
 
         self._store = store
 
@@ -96,9 +107,17 @@ class RowTable:
             return self.multi_get(ids, out, mask)
         ids, out, mask = self._arrays(ids, out, mask)
         self._store.check_alive()
-        inserted, evicted, full, spilled = self.core.lookup(ids, out, mask)
-        self.inserted += inserted
-        self.evicted += evicted
+        full = spilled = 0
+        for _ in range(MAX_TAKES):
+            inserted, evicted, full, spilled = self.core.lookup(ids, out, mask)
+            self.inserted += inserted
+            self.evicted += evicted
+            short = self.evicts and not self._is_at_max_rows() and (full or evicted)
+            if not short or spilled:
+                break
+            took = self._store.take_room(self, num_rows=full or evicted, must=full > 0)
+            if not (full and took):
+                break
         if spilled:
             raise RowsOnDiskError(
                 f"table {self.name!r}: {spilled} of {len(ids)} ids are spilled; `announce` them "
@@ -327,11 +346,18 @@ class RowTable:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _is_at_max_rows(self) -> bool:
+        if not self.max_rows:
+            return False
+        stats = self.stats()
+        return stats["rows"] - stats["spilled_rows"] >= self.max_rows
+
     def full_error(self, what: str) -> StoreFullError:
         limit = f"`max_rows`={self.max_rows}" if self.max_rows else "no `max_rows`"
+        drop = "" if self.evicts else ' use evict="lru",'
         return StoreFullError(
             f"table {self.name!r}: {what}; the store's capacity is {self._store.capacity} bytes, "
-            f'the table has {limit} and {self.stats()["rows"]} rows. Raise them, use evict="lru", '
+            f"the table has {limit} and {self.stats()['rows']} rows. Raise them,{drop} "
             "or send fewer distinct ids in one call"
         )
 
