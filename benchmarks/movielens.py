@@ -142,10 +142,6 @@ def wire_bytes(ids: dict[str, Any], *, keep: float | None) -> dict[str, float]:
     return run_virtual(run(), limit_s=1e5)
 
 
-def _bits(alive: Any) -> int:
-    return int(np.unpackbits(alive).sum())
-
-
 def bytes_rows(ids: dict[str, Any]) -> dict[str, Any]:
     """Whole rows, and a quarter of their chunks."""
 
@@ -273,7 +269,9 @@ def main() -> int:
         if found["ids_and_rows"] > WANTED_BYTES:
             missed.append(f"{found['ids_and_rows']:.1f} bytes of ids and rows a sample")
         if found["values_share"] > WANTED_VALUES:
-            missed.append(f"a quarter of the chunks is {found['values_share']:.0%} of the values")
+            missed.append(
+                f"a quarter of the chunks is {found['values_share']:.2%} of the values, {WANTED_VALUES:.0%} asked"
+            )
     if args.only != "bytes":
         arms: dict[str, Any] = {}
         for arm in ("whole", "pruned", "static"):

@@ -31,6 +31,13 @@ from stages.embedding.shard_terms import StalenessError
 from stages.embedding.tables import ChunkPrune, Table
 
 CORE = "twin"
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def on_both_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CORE", request.param)
+
+
 EXACT = Wire(rows="fp32", gradients="fp32")
 SLOW = LinkSpec(bandwidth_bps=1e6, latency_s=0.05, jitter_s=0.2)
 

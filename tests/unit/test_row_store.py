@@ -251,7 +251,7 @@ def test_at_capacity_the_least_recent_rows_make_room() -> None:
     assert len(last) > 1000
 
 
-def test_a_table_grows_in_short_pauses_and_loses_nobody() -> None:
+def test_a_table_grows_one_segment_of_sixty_four_at_a_time_and_loses_nobody() -> None:
     rows = table("native", capacity="64MiB", dim=2)
     keys = np.random.default_rng(1).permutation(np.arange(100_000, dtype=np.int64))
     for part in np.split(keys, 100):
@@ -262,7 +262,10 @@ def test_a_table_grows_in_short_pauses_and_loses_nobody() -> None:
     assert weights.tobytes() == rows.initial(keys).tobytes()
     store = rows._store
     assert isinstance(store, RowStore)
-    assert store.stats()["growths"] >= 64
+    # Each segment doubled eight times: a pause moves a 64th of the rows. How
+    # long one is depends on the machine's neighbours; that it is looked at does not.
+    assert store.stats()["growths"] == 8 * 64
+    assert store.stats()["longest_pause_ns"] > 0
     assert rows.stats()["slots"] * 0.80 >= 100_000
 
 

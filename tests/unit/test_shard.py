@@ -16,6 +16,11 @@ from stages.embedding.tables import ChunkPrune, Table, check_tables, shard_of
 CORE = "twin"
 
 
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def on_both_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CORE", request.param)
+
+
 def ids(*values: int) -> Any:
     return np.array(values, np.int64)
 
@@ -312,10 +317,8 @@ def test_ids_spread_evenly_and_always_alike() -> None:
     places = shard_of(np.arange(-5000, 5000, dtype=np.int64), 3)
 
     assert np.bincount(places).min() > 3200
-    assert (
-        shard_of(ids(0, 1, 2, -1, 2**63 - 1), 4).tolist()
-        == shard_of(ids(0, 1, 2, -1, 2**63 - 1), 4).tolist()
-    )
+    # Checkpoints, exports and machines depend on it: these never change.
+    assert shard_of(ids(0, 1, 2, -1, 2**63 - 1), 4).tolist() == [2, 1, 0, 3, 3]
     assert (shard_of(ids(7, 8), 1) == 0).all()
 
 
