@@ -270,7 +270,8 @@ def main() -> int:
             missed.append(f"{found['ids_and_rows']:.1f} bytes of ids and rows a sample")
         if found["values_share"] > WANTED_VALUES:
             missed.append(
-                f"a quarter of the chunks is {found['values_share']:.2%} of the values, {WANTED_VALUES:.0%} asked"
+                f"a quarter of the chunks is {found['values_share']:.2%} of the values, "
+                f"{WANTED_VALUES:.0%} asked"
             )
     if args.only != "bytes":
         arms: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from compressors.base import CodecError
 from compressors.frame import FrameHeader, pack, unpack
-from compressors.id_lists import decode_id_lists, decode_ids, dedupe, encode_id_lists, encode_ids
+from compressors.id_lists import decode_ids, dedupe, encode_ids
+from stages.embedding.letters import ids_packet, read_ids
+from stages.embedding.row_rules import Sgd
+from stages.embedding.shard_terms import IdSet
+from stages.embedding.tables import Table
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
@@ -36,19 +41,22 @@ def test_distinct_ids_come_back_as_they_were(values: set[int]) -> None:
     assert packet.nbytes <= 8 * len(sent)
 
 
+def sent_as(flat: Any) -> tuple[Any, IdSet]:
+    """A step's ids of one table as they travel, with their counts, and as they arrive."""
+    unique, _, counts = dedupe(flat)
+    packet = ids_packet({"user": IdSet(ids=unique, counts=counts.astype(np.float32))})
+    tables = {"user": Table("user", dim=2, optimizer=Sgd(lr=0.1))}
+    return packet, read_ids(through_the_wire(packet), tables)["user"]
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.one_of(INT64, st.integers(0, 9)), max_size=6), max_size=20))
-def test_lists_come_back_as_they_were_and_never_cost_much_more(lists: list[list[int]]) -> None:
-    flat = ids(*[value for part in lists for value in part])
-    lengths = np.array([len(part) for part in lists], np.int64)
+@given(st.lists(st.one_of(INT64, st.integers(0, 9)), max_size=80))
+def test_a_step_s_ids_arrive_with_their_counts_and_never_cost_much_more(values: list[int]) -> None:
+    packet, back = sent_as(ids(*values))
 
-    packet = encode_id_lists(flat, lengths)
-    back, back_lengths = decode_id_lists(through_the_wire(packet))
-
-    assert back.tolist() == flat.tolist()
-    assert back_lengths is not None
-    assert back_lengths.tolist() == lengths.tolist()
-    assert packet.nbytes <= 8 * len(flat) + 4 * len(lists) + 16
+    assert back.counts is not None
+    assert dict(zip(back.ids.tolist(), back.counts.tolist(), strict=True)) == Counter(values)
+    assert packet.nbytes <= 8 * len(values) + 4 * len(set(values)) + 16
 
 
 def test_the_ends_of_int64_and_the_reference_s_colliding_ids_stay_distinct() -> None:
@@ -58,31 +66,34 @@ def test_the_ends_of_int64_and_the_reference_s_colliding_ids_stay_distinct() -> 
 
 
 @pytest.mark.parametrize("num", [65_535, 65_536])
-def test_a_batch_may_have_more_samples_than_sixteen_bits_can_number(num: int) -> None:
-    flat = np.arange(num, dtype=np.int64) % 7
+@pytest.mark.parametrize("spread", [7, 1 << 40])
+def test_a_batch_may_have_more_samples_than_sixteen_bits_can_number(num: int, spread: int) -> None:
+    flat = np.arange(num, dtype=np.int64) * 977 % spread
 
-    packet = encode_id_lists(flat)
-
-    assert decode_id_lists(packet)[0].tolist() == flat.tolist()
-    assert packet.nbytes == (3 * num + 7) // 8 + encode_ids(np.arange(7, dtype=np.int64)).nbytes
-
-
-def test_one_bag_may_have_more_ids_than_sixteen_bits_can_count() -> None:
-    flat, lengths = np.arange(70_000, dtype=np.int64), np.array([0, 70_000, 0], np.int64)
-
-    back, back_lengths = decode_id_lists(encode_id_lists(flat, lengths))
-
-    assert (back == flat).all()
-    assert back_lengths is not None
-    assert back_lengths.tolist() == [0, 70_000, 0]
+    packet, back = sent_as(flat)
+    unique, _, counts = dedupe(flat)
+    assert back.ids.tolist() == unique.tolist()
+    assert back.counts is not None
+    assert back.counts.tolist() == counts.tolist()
+    assert packet.nbytes <= 8 * num + 16
 
 
-def test_equal_ids_cost_nothing_each_and_random_ones_what_they_are() -> None:
-    same = encode_id_lists(np.full(5000, 1 << 60, np.int64))
-    random = encode_id_lists(np.random.default_rng(0).integers(-(1 << 62), 1 << 62, 5000))
+def test_one_id_may_occur_more_often_than_sixteen_bits_can_count() -> None:
+    packet, back = sent_as(np.full(70_000, 1 << 60, np.int64))
 
-    assert same.nbytes == 0  # the id itself is in the header
-    assert random.nbytes == 8 * 5000
+    assert (back.ids.tolist(), back.counts is not None and back.counts.tolist()) == (
+        [1 << 60],
+        [70_000.0],
+    )
+    assert packet.nbytes == 3  # of the count; the id itself is in the header
+
+
+def test_no_ids_and_random_ones_cost_what_they_are() -> None:
+    nothing, back = sent_as(ids())
+    assert (nothing.nbytes, len(back.ids)) == (0, 0)
+    random = np.unique(np.random.default_rng(0).integers(-(1 << 62), 1 << 62, 5000))
+
+    assert encode_ids(random).nbytes / len(random) < 6.6  # log2(2**63 e / 5000) / 8 is 6.52
 
 
 def test_random_ids_of_a_range_cost_little_more_than_their_entropy() -> None:
@@ -122,10 +133,3 @@ def test_damaged_packets_are_refused_or_rise_strictly(data: st.DataObject) -> No
 
     assert (np.diff(back) > 0).all()
     assert len(back) == len(values)
-
-
-def test_an_index_beyond_its_ids_is_refused() -> None:
-    packet = encode_id_lists(ids(*([1, 2, 3] * 20)))
-
-    with pytest.raises(CodecError, match="beyond its 3 ids"):
-        decode_id_lists(replace(packet, parts=(b"\xff" * len(packet.parts[0]),)))
