@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from netsim.units import show_size
@@ -10,6 +11,8 @@ from ray_pipe.ctr_workload import ClickTask, order_of
 from ray_pipe.errors import ConfigError
 from stages.embedding.permits import MAX_AUTO_TAU
 from stages.embedding.shard import Shard
+from stages.embedding.shard_files import ShardFileError, check_file
+from stages.embedding.shard_folders import saved_shards
 
 ROW_OVERHEAD = 64
 """Bytes of a row besides its numbers: header, index, recency."""
@@ -71,3 +74,17 @@ def check_prune(config: RunConfig, task: ClickTask) -> None:
             f"--prune {config.embedding.prune:g} with rows of {config.embedding.dim} "
             f"(embedding.dim): {error}"
         ) from None
+
+
+def check_rows(config: RunConfig, task: ClickTask) -> None:
+    """Refuse a checkpoint of rows that is damaged or of other tables, before any is started."""
+    if config.embedding.rows is None:
+        return
+    shard = Shard(task.tables, index=0, tau=0, capacity="8MiB", slab="16KiB", pages="4k")
+    try:
+        for one in saved_shards(Path(config.embedding.rows)):
+            check_file(shard, one.read())
+    except ShardFileError as error:
+        raise ConfigError(f"embedding.rows={config.embedding.rows}: {error}.") from None
+    finally:
+        shard.close()

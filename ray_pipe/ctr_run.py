@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ray_pipe.arms import compare
 from ray_pipe.checkpointing import RunCheckpoints
 from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import RunConfig
-from ray_pipe.ctr_checks import check_capacity, check_prune
+from ray_pipe.ctr_checks import check_capacity, check_prune, check_rows
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_table import compare_arms
@@ -40,6 +41,7 @@ from ray_pipe.results import results_of, write_all
 from ray_pipe.resume import Start
 from ray_pipe.shards import Shards, ShardTotals
 from ray_pipe.trained import Trained
+from stages.embedding.shard_folders import saved_shards
 
 
 @dataclass(kw_only=True)
@@ -125,6 +127,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
             f"step takes {config.pipeline.samples_per_step}; lower --batch-size."
         )
     check_capacity(config, task)
+    check_rows(config, task)
     check_prune(config, task)
     checkpoints = RunCheckpoints.find(
         config, arms, on_warning=observer.on_warning, on_phase=observer.on_phase
@@ -191,7 +194,9 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                     checkpoints.begin(pipeline, one)
                     if start is not None and start.checkpoint is not None:
                         pipeline.load_shards(start.checkpoint)
-                    shards.rows_from = partial(_saved_rows, checkpoints, one, start)
+                    elif config.embedding.rows is not None:
+                        shards.fill(_first_rows(config), with_counts=False)
+                    shards.rows_from = partial(_saved_rows, config, one, start)
                     train(pipeline, one, observer)
                     checkpoints.end_steps(pipeline, one)
                     checkpoints.end(one)
@@ -211,12 +216,20 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     )
 
 
-def _saved_rows(checkpoints: RunCheckpoints, one: Clicked, start: Start | None) -> list[Any]:
-    """The rows of the newest checkpoint, for a shard that died; none if there is no checkpoint."""
+def _first_rows(config: RunConfig) -> list[Any]:
+    """What all shards begin with, as the configuration says."""
+    if config.embedding.rows is None:
+        return []
+    saved = saved_shards(Path(config.embedding.rows))
+    return [np.frombuffer(one.read(), dtype=np.uint8) for one in saved]
+
+
+def _saved_rows(config: RunConfig, one: Clicked, start: Start | None) -> list[Any]:
+    """The rows of the newest checkpoint, for a shard that died; without one, what it began with."""
     newest = None if one.saver is None else one.saver.newest
     newest = newest or (None if start is None else start.checkpoint)
     if newest is None:
-        return []
+        return _first_rows(config)
     return [np.frombuffer(newest.read(name), dtype=np.uint8) for name in newest.shard_files()]
 
 

@@ -70,6 +70,10 @@ class EmbeddingConfig:
     spill: str | None = None
     """Folder for rows that do not fit into the capacity; empty: the oldest are dropped."""
 
+    rows: str | None = None
+    """Checkpoint whose rows the shards begin with: of `rec.Embeddings.save`, or of a click run. The
+    dense network begins anew."""
+
     replicate: int = option(0, low=0, high=1 << 20)
     """Tables of at most so many ids are kept with the dense network instead of on shards and
     trained in step with it, at its learning rate; 0: none."""

@@ -2,7 +2,9 @@
 
 The file's ending says its format: safetensors, or torch's own for .pt, .pth and .bin. The names are
 those of `nn.Sequential(*blocks).load_state_dict(...)`; nothing of stages, optimizer or codecs is
-left. `CHECKPOINT` is a checkpoint, or a run's folder (then its newest one).
+left. `CHECKPOINT` is a checkpoint, or a run's folder (then its newest one). Of a click run that is
+the dense network; the rows stay on record as rows: `rec.Embeddings.load` reads them from the
+checkpoint, and its `export` writes them for serving.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def export(path: str, out: str, *, arm: str | None = None) -> Checkpoint:
         "arm": chosen.manifest.arm,
         "step": str(chosen.step),
         "model": str(chosen.manifest.config.get("model", {}).get("name", "")),
+        "embedding_rows": "not included" if chosen.shard_files() else "none",
     }
     try:
         Folder(place or ".").write(name, [FORMATS[ending](weights_of(chosen), notes)])
@@ -113,6 +116,12 @@ def main(argv: Sequence[str] | None = None, *, out: TextIO | None = None) -> int
     (out or sys.stdout).write(
         f"{args.out}: the weights of {chosen.manifest.arm} after {chosen.step} steps\n"
     )
+    if chosen.shard_files():
+        (out or sys.stdout).write(
+            "That is the dense network. The embedding rows are not in it: "
+            f"rec.Embeddings(tables).load({chosen.path!r}) reads them, and its export(folder) "
+            "writes them for serving (docs/embeddings.md).\n"
+        )
     return 0
 
 

@@ -14,8 +14,9 @@
     print(rec.evaluate(model, test_batches))  # creates no row, touches no order of use
     emb.save("ckpt"); emb.load("ckpt", shards=4); emb.export("serving"); emb.stats()
 
-One process, no Ray, any loss; the rows are those that `--task ctr` trains on sharded actors, and
-checkpoints go both ways. `docs/embeddings.md` has the whole story.
+One process, no Ray, any loss; the rows are those that `--task ctr` trains on sharded actors. They
+go both ways: `load` reads a run's checkpoint, and `--set embedding.rows=ckpt` begins a run with what
+`save` wrote. `docs/embeddings.md` has the whole story.
 """
 
 from __future__ import annotations

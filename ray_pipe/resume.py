@@ -51,9 +51,8 @@ MAY_DIFFER = (
     "name", "out", "address", "compare", "epochs", "steps", "deadline_s", "dashboard",
     "data", "network", "faults", "checkpoint", "pipeline.stages", "pipeline.transport",
     "pipeline.recompute", "embedding.shards", "embedding.capacity", "embedding.spill",
-    "embedding.baseline", "codec.name", "codec.spill_dir", "codec.spill_ram", "codec.checksum",
-    "codec.compressed_eval",
-    "sync.slow", "sync.rejoin", "sync.deadline_k",
+    "embedding.rows", "embedding.baseline", "codec.name", "codec.spill_dir", "codec.spill_ram",
+    "codec.checksum", "codec.compressed_eval", "sync.slow", "sync.rejoin", "sync.deadline_k",
 )  # fmt: skip
 """Options that change no bit of the training, or are checked in another way: data by its digest."""
 

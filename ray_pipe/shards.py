@@ -152,11 +152,11 @@ class Shards:
             refuse_other_source(infos)
             return infos
 
-    def fill(self, files: Sequence[Any]) -> int:
-        """Give every shard its rows of a checkpoint."""
+    def fill(self, files: Sequence[Any], *, with_counts: bool = True) -> int:
+        """Give every shard its rows of a checkpoint; `with_counts`: of this very run."""
         refs = [ray.put(file) for file in files]
         num = len(self.handles)
-        calls = [handle.fill_from.remote(num, True, *refs) for handle in self.handles]
+        calls = [handle.fill_from.remote(num, with_counts, *refs) for handle in self.handles]
         try:
             return sum(ray.get(calls, timeout=FILL_S))
         except RayError as error:

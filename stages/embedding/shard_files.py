@@ -91,6 +91,11 @@ def fill_shard(
     return total
 
 
+def check_file(shard: Shard, file: Any) -> None:
+    """Raise `ShardFileError` unless `fill_shard` could take rows of this file."""
+    _check_tables(shard, _unpack(file)[0])
+
+
 def _contents(shard: Shard) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     tables: dict[str, Any] = {}

@@ -14,6 +14,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from ray_pipe import rec
 from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.cluster import StageActors, nodes
 from ray_pipe.config import RunConfig
@@ -220,3 +221,33 @@ def test_a_pruned_run_on_ray_has_the_bytes_that_were_asked_for(
     assert arm["staleness_max"] <= 2
     with pytest.raises(ConfigError, match=r"--prune 0\.9 .*the ratio must be below 0\.8"):
         run(config(**{"embedding.prune": 0.9, "embedding.dim": 32}), Silent())
+
+
+def test_rows_go_from_a_run_to_one_process_and_back(cluster: None, tmp_path: Path) -> None:
+    """One format: `rec.Embeddings` loads a run's checkpoint, a run begins with what it saved."""
+    plain = {
+        "embedding.staleness": "0",
+        "embedding.wire": "fp32",
+        "checkpoint.every": 6,
+        "steps": 6,
+        "out": str(tmp_path),
+    }
+    own = config(**plain, name="run")
+    first = run(own, Silent())
+    saved = str(first.checkpoint.path if first.checkpoint else "")
+    (arm,) = first.results["arms"]
+    tables = click_task(own).tables
+
+    ours = rec.Embeddings(tables, seed=own.seed, capacity="64MiB")
+    assert ours.load(saved) == arm["rows"] > 0
+    ours.save(tmp_path / "mine")
+    again = run(
+        config(**plain, name="again", **{"embedding.rows": str(tmp_path / "mine")}), Silent()
+    )
+    same = run(config(**plain, name="same", **{"embedding.rows": saved}), Silent())
+
+    (ours_then,), (theirs_then,) = again.results["arms"], same.results["arms"]
+    assert ours_then["rows"] == theirs_then["rows"] == arm["rows"]
+    assert ours_then["losses"][0][2] == theirs_then["losses"][0][2]
+    assert ours_then["losses"][0][2] != arm["losses"][0][2]
+    assert ours_then["staleness_histogram"] == arm["staleness_histogram"]  # its own steps only

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from ray_pipe import rec
 from ray_pipe.config import RunConfig
-from ray_pipe.ctr_checks import check_capacity
+from ray_pipe.ctr_checks import check_capacity, check_rows
 from ray_pipe.ctr_workload import ClickLoss, click_task, ctr_arms
 from ray_pipe.errors import ConfigError
 
@@ -84,6 +85,24 @@ def test_a_capacity_below_the_rows_under_way_is_refused_with_the_numbers() -> No
         assert way in text
     enough = config(**{"embedding.capacity": "64MiB"})
     check_capacity(enough, click_task(enough))
+
+
+def test_rows_to_begin_with_that_do_not_fit_the_run_are_refused_before_it_starts(
+    tmp_path: Path,
+) -> None:
+    plain = config()
+    tables = click_task(plain).tables
+    store: Any = {"capacity": "8MiB", "slab": "64KiB", "pages": "4k"}
+    rec.Embeddings(tables, **store).save(tmp_path / "fits")
+    rec.Embeddings(tables[:1], **store).save(tmp_path / "other")
+
+    fits = config(**{"embedding.rows": str(tmp_path / "fits")})
+    check_rows(fits, click_task(fits))
+    check_rows(plain, click_task(plain))
+    for name, why in (("other", "the checkpoint has tables"), ("none", "is no checkpoint")):
+        wrong = config(**{"embedding.rows": str(tmp_path / name)})
+        with pytest.raises(ConfigError, match=rf"embedding\.rows=.*{name}: .*{why}"):
+            check_rows(wrong, click_task(wrong))
 
 
 def test_a_file_of_clicks_is_read_scaled_and_split_by_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,23 @@ def test_an_ending_of_no_known_format_is_refused_by_name(
     assert name in said
     assert "use .safetensors, or .pt, .pth or .bin" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_click_run_it_is_the_dense_network_and_says_where_the_rows_are(
+    tmp_path: Path,
+) -> None:
+    clicks = SavedRun(path=tmp_path / "clicks", steps=2).train()
+    (*_, newest) = clicks.store.checkpoints("acsgd")
+    note = newest.folder.write("shard_0_of_1.safetensors", [b"rows"])
+    with_rows = replace(newest.manifest, files=(*newest.manifest.files, note))
+    newest.folder.replace("manifest.json", with_rows.to_json())
+    out = io.StringIO()
+
+    assert main([newest.path, str(tmp_path / "dense.safetensors")], out=out) == 0
+    assert "The embedding rows are not in it" in out.getvalue()
+    assert f"load({newest.path!r})" in out.getvalue()
+    with safe_open(tmp_path / "dense.safetensors", "pt") as file:
+        assert file.metadata()["embedding_rows"] == "not included"
 
 
 def test_an_older_checkpoint_can_be_exported(run: SavedRun, tmp_path: Path) -> None:
