@@ -15,8 +15,8 @@
     emb.save("ckpt"); emb.load("ckpt", shards=4); emb.export("serving"); emb.stats()
 
 One process, no Ray, any loss; the rows are those that `--task ctr` trains on sharded actors. They
-go both ways: `load` reads a run's checkpoint, and `--set embedding.rows=ckpt` begins a run with what
-`save` wrote. `docs/embeddings.md` has the whole story.
+go both ways: `load` reads a run's checkpoint, with `--set embedding.rows=ckpt` a run begins with
+what `save` wrote. `docs/embeddings.md` has the whole story.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 from ray.exceptions import RayActorError
 
 from ray_pipe import shards as module
+from ray_pipe.config import RunConfig
+from ray_pipe.ctr_run import _saved_rows
 from ray_pipe.shards import Shards
 from stages.embedding.row_rules import Sgd
 from stages.embedding.shard import Shard
 from stages.embedding.shard_files import fill_shard, pack_shard
+from stages.embedding.shard_folders import save_shards
 from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import Table
 
@@ -94,3 +98,16 @@ def test_counters_go_on_when_all_shards_begin_from_a_checkpoint(two: Shards) -> 
     two.fill(saved)
     two.settle()
     assert two.totals().staleness == {0: 14}
+
+
+def test_a_shard_that_dies_before_the_first_checkpoint_begins_with_the_rows_of_the_start(
+    tmp_path: Path,
+) -> None:
+    group = [Actor(0).shard, Actor(1).shard]
+    save_shards(group, tmp_path)
+    one: Any = SimpleNamespace(saver=None)
+    config = RunConfig.from_dict({"task": "ctr", "embedding.rows": str(tmp_path)})
+
+    files = _saved_rows(config, one, None)
+    assert [bytes(file) for file in files] == [pack_shard(shard) for shard in group]
+    assert _saved_rows(RunConfig.from_dict({"task": "ctr"}), one, None) == []
