@@ -185,7 +185,8 @@ class Embeddings(nn.Module):
         shard = self.shards[number]
         before = [read for read in self._reads if read.table == name]
         asked = [read.ids[read.places == number] for read in before]
-        shard.check_capacity(name, len(np.unique(np.concatenate([ids, *asked]))))
+        if shard.rows[name].max_rows:
+            shard.check_capacity(name, len(np.unique(np.concatenate([ids, *asked]))))
         told = [
             (those, admitted)
             for those, read in zip(asked, before, strict=True)

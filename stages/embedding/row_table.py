@@ -112,7 +112,7 @@ class RowTable:
             inserted, evicted, full, spilled = self.core.lookup(ids, out, mask)
             self.inserted += inserted
             self.evicted += evicted
-            short = self.evicts and not self._is_at_max_rows() and (full or evicted)
+            short = self.evicts and (full or evicted) and not self._is_at_max_rows()
             if not short or spilled:
                 break
             took = self._store.take_room(self, num_rows=full or evicted, must=full > 0)
