@@ -84,9 +84,11 @@ struct PyTable {
                            group);
   }
   std::tuple<uint64_t, uint64_t, uint64_t, uint64_t> lookup(Keys keys, Array<float> out,
-                                                            Array<uint8_t> seen) const {
+                                                            Array<uint8_t> seen,
+                                                            uint64_t step) const {
     const nb::gil_scoped_release free;
-    const auto r = rows::lookup(*store, *table, keys.data(), keys.size(), out.data(), seen.data());
+    const auto r =
+        rows::lookup(*store, *table, keys.data(), keys.size(), out.data(), seen.data(), step);
     return {r.inserted, r.evicted, r.full, r.spilled};
   }
   std::tuple<uint64_t, uint64_t, uint64_t, uint64_t> apply(
@@ -132,10 +134,16 @@ struct PyTable {
                               recency.data(), reinterpret_cast<char*>(records.data()));
     return {r.count, r.cursor, r.done};
   }
-  size_t restore(Keys keys, Array<const uint8_t> records) const {
+  size_t restore(Keys keys, Array<const uint8_t> records,
+                 std::optional<Array<const uint64_t>> touched) const {
     const nb::gil_scoped_release free;
     return rows::restore(*store, *table, keys.data(),
-                         reinterpret_cast<const char*>(records.data()), keys.size());
+                         reinterpret_cast<const char*>(records.data()), keys.size(),
+                         data(touched));
+  }
+  size_t order(Array<int64_t> keys, Array<uint64_t> touched) const {
+    const nb::gil_scoped_release free;
+    return rows::order(*store, *table, keys.size(), keys.data(), touched.data());
   }
   size_t remove(Keys keys) const {
     const nb::gil_scoped_release free;
@@ -269,7 +277,7 @@ void bind_rows(nb::module_& m) {
       .def("multi_get", &PyTable::multi_get, nb::arg().noconvert(), nb::arg().noconvert(),
            nb::arg().noconvert(), nb::arg().none(), nb::arg())
       .def("lookup", &PyTable::lookup, nb::arg().noconvert(), nb::arg().noconvert(),
-           nb::arg().noconvert())
+           nb::arg().noconvert(), nb::arg())
       .def("apply", &PyTable::apply, nb::arg().noconvert(), nb::arg().noconvert(), nb::arg(),
            nb::arg().none().noconvert(), nb::arg().noconvert())
       .def("run", &PyTable::run, nb::arg(), nb::arg().noconvert(), nb::arg().noconvert(),
@@ -279,7 +287,9 @@ void bind_rows(nb::module_& m) {
            nb::arg())
       .def("scan", &PyTable::scan, nb::arg().none(), nb::arg(), nb::arg().noconvert(),
            nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert())
-      .def("restore", &PyTable::restore, nb::arg().noconvert(), nb::arg().noconvert())
+      .def("restore", &PyTable::restore, nb::arg().noconvert(), nb::arg().noconvert(),
+           nb::arg().none().noconvert())
+      .def("order", &PyTable::order, nb::arg().noconvert(), nb::arg().noconvert())
       .def("remove", &PyTable::remove, nb::arg().noconvert())
       .def("evict", &PyTable::evict)
       .def("oldest", &PyTable::oldest, nb::arg().noconvert(), nb::arg().noconvert(),

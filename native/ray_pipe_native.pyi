@@ -130,7 +130,7 @@ class RowTable:
     ) -> int:
         """Returns how many rows are spilled."""
 
-    def lookup(self, keys: Any, out: Any, seen: Any, /) -> tuple[int, int, int, int]:
+    def lookup(self, keys: Any, out: Any, seen: Any, step: int, /) -> tuple[int, int, int, int]:
         """(inserted, evicted, full, spilled)."""
 
     def apply(
@@ -167,9 +167,10 @@ class RowTable:
     ) -> tuple[int, int, bool]:
         """(rows, next cursor, whether that was all)."""
 
-    def restore(self, keys: Any, records: Any, /) -> int:
+    def restore(self, keys: Any, records: Any, touched: Any | None, /) -> int:
         """Returns how many found no room."""
 
+    def order(self, keys: Any, touched: Any, /) -> int: ...
     def remove(self, keys: Any, /) -> int: ...
     def evict(self, n: int, /) -> int: ...
     def oldest(self, keys: Any, stamps: Any, records: Any, /) -> int: ...

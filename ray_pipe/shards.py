@@ -156,7 +156,7 @@ class Shards:
         """Give every shard its rows of a checkpoint; `with_counts`: of this very run."""
         refs = [ray.put(file) for file in files]
         num = len(self.handles)
-        calls = [handle.fill_from.remote(num, with_counts, *refs) for handle in self.handles]
+        calls = [handle.fill_from.remote(num, with_counts, None, *refs) for handle in self.handles]
         try:
             return sum(ray.get(calls, timeout=FILL_S))
         except RayError as error:
@@ -275,7 +275,7 @@ class Shards:
             num_rows = 0
             if saved:
                 # What was counted is in the last books of the old process, and in the others'.
-                call = handle.fill_from.remote(len(self.handles), False, *saved)
+                call = handle.fill_from.remote(len(self.handles), False, None, *saved)
                 num_rows = ray.get(call, timeout=FILL_S)
             self.handles[index] = handle
             self._gone.append(self._books[index])

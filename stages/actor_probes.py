@@ -75,17 +75,22 @@ class ProbeCalls(StageProcess):
 
     def end_process(self, info: Mapping[str, Any]) -> bool:
         """Kill the stage that `setup` returned `info` of, if it is on this node and still there."""
-        pid: int = info["pid"]
-        if info["node"] != ray.get_runtime_context().get_node_id() or pid == os.getpid():
-            return False
-        try:
-            if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-                return False
-            os.kill(pid, signal.SIGKILL)
-        except OSError:
-            return False
-        return True
+        return end_actor(info)
 
     def ping(self) -> int:
         """The process id, as a sign of life."""
         return os.getpid()
+
+
+def end_actor(info: Mapping[str, Any]) -> bool:
+    """Kill the actor's process that `info` tells of, if it is on this node and still there."""
+    pid: int = info["pid"]
+    if info["node"] != ray.get_runtime_context().get_node_id() or pid == os.getpid():
+        return False
+    try:
+        if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+            return False
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        return False
+    return True

@@ -16,6 +16,9 @@ from stages.stage_process import StageProcess
 from stages.state import StageState
 from stages.storage import Folder
 
+KEEP_S = 300.0
+"""For all shards to take their snapshots; one that does not answer is replaced long before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
@@ -47,7 +50,7 @@ class SavingCalls(StageProcess):
         if self.stage.feed is not None:
             self._loop.submit(self.stage.feed.drain()).result()
             shards = [actor for node, actor in self._peers.items() if node >= self.stage.num_stages]
-            ray.get([actor.keep.remote(key) for actor in shards])
+            ray.get([actor.keep.remote(key) for actor in shards], timeout=KEEP_S)
         state = self._loop.submit(self.stage.save_state()).result()
         if state.step != step:
             raise RuntimeError(f"it has committed step {state.step}, not {step}")

@@ -182,7 +182,7 @@ std::vector<Twice> set_repeats_aside(std::vector<int64_t>& keys, std::vector<siz
 }  // namespace
 
 LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, float* out,
-                    uint8_t* seen) {
+                    uint8_t* seen, uint64_t step) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
   LookupResult result;
@@ -200,6 +200,7 @@ LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, f
     if (table.config.lru) {
       lock.lock();
       shorten_queue(table);
+      table.recency.mark(std::max(step, table.recency.newest_step()));
       first_touch = table.recency.end();
     }
     for_each_row(txn, table, keys, n, kAhead, [&](size_t i, Word* slot, const Version* row) {

@@ -72,8 +72,9 @@ struct LookupResult {
   uint64_t inserted = 0, evicted = 0, full = 0, spilled = 0;
 };
 // Reads for training: touches rows that are there, then inserts those that are not, in call order.
+// `step` is what the order of use remembers of them; it never falls.
 LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, float* out,
-                    uint8_t* seen);
+                    uint8_t* seen, uint64_t step = 0);
 
 struct ApplyResult {
   uint64_t applied = 0, absent = 0, spilled = 0, full = 0;
@@ -99,8 +100,10 @@ struct ScanResult {
 };
 ScanResult scan(Store& store, Table& table, const SnapshotEntry* snapshot, uint64_t cursor,
                 size_t limit, int64_t* keys, uint64_t* stamps, uint32_t* recency, char* records);
-// Writes records as they are, touching them in this order. Returns how many found no room.
-size_t restore(Store& store, Table& table, const int64_t* keys, const char* records, size_t n);
+// Writes records as they are, touching them in this order. `touched` may be null, or what `order`
+// told of each. Returns how many found no room.
+size_t restore(Store& store, Table& table, const int64_t* keys, const char* records, size_t n,
+               const uint64_t* touched = nullptr);
 size_t remove(Store& store, Table& table, const int64_t* keys, size_t n);
 
 // Spill: the rows to go next, then a marker for those that have not changed since, then back.
@@ -121,6 +124,9 @@ size_t evict(Store& store, Worker& worker, Table& table, size_t n, uint64_t befo
 // The recency of a row is now. Wants the lock and an open batch.
 void touch(Table& table, uint64_t hash, int64_t key, Word* slot);
 void shorten_queue(Table& table);
+// Keys of the rows in memory, longest unused first, each with its step and its place in that step.
+constexpr int kWithinStep = 24;
+size_t order(Store& store, Table& table, size_t limit, int64_t* keys, uint64_t* touched);
 
 struct PruneResult {
   uint64_t rows = 0, pruned = 0, regrown = 0, dropped = 0, alive = 0;

@@ -34,11 +34,13 @@ void from_record(const Table& table, const char* record, int64_t key, Version* f
               table.payload_bytes(__builtin_popcount(fresh->alive())));
 }
 
-void touch_all(Store& store, Worker& worker, Table& table, const int64_t* keys, size_t n) {
+void touch_all(Store& store, Worker& worker, Table& table, const int64_t* keys, size_t n,
+               const uint64_t* touched = nullptr) {
   if (!table.config.lru) return;
   const Batch scope(store, worker);
   const std::lock_guard lock(table.recency.mutex);
   for (size_t i = 0; i < n; ++i) {
+    if (touched) table.recency.mark(touched[i] >> kWithinStep);
     const uint64_t hash = table.hash(keys[i]);
     if (Word* slot = table.find(hash, keys[i])) touch(table, hash, keys[i], slot);
   }
@@ -69,7 +71,8 @@ ScanResult scan(Store& store, Table& table, const SnapshotEntry* snapshot, uint6
   return result;
 }
 
-size_t restore(Store& store, Table& table, const int64_t* keys, const char* records, size_t n) {
+size_t restore(Store& store, Table& table, const int64_t* keys, const char* records, size_t n,
+               const uint64_t* touched) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
   const size_t bytes = record_bytes(table);
@@ -85,7 +88,7 @@ size_t restore(Store& store, Table& table, const int64_t* keys, const char* reco
     const size_t here = std::min(kGroup, n - from);
     if (write(from, here) != Status::ok)
       for (size_t i = from; i < from + here; ++i) refused += write(i, 1) != Status::ok;
-    touch_all(store, worker, table, keys + from, here);
+    touch_all(store, worker, table, keys + from, here, touched ? touched + from : nullptr);
   }
   return refused;
 }

@@ -51,9 +51,32 @@ void shorten_queue(Table& table) {
   if (queue.end() - queue.begin() <= 2 * table.rows.load() + 4096) return;
   for (const uint64_t end = queue.end(); queue.begin() < end; queue.pop()) {
     prefetch_entry(table, queue.begin());
-    if (const Version* v = row_of(table, queue.begin()))
-      touch(table, table.hash(v->key), v->key, table.slot_at(queue.at(queue.begin())));
+    const Version* v = row_of(table, queue.begin());
+    if (!v) continue;
+    queue.mark(queue.step_at(queue.begin()));
+    touch(table, table.hash(v->key), v->key, table.slot_at(queue.at(queue.begin())));
   }
+  queue.mark(queue.newest_step());
+}
+
+size_t order(Store& store, Table& table, size_t limit, int64_t* keys, uint64_t* touched) {
+  const Borrowed worker(store);
+  const Batch scope(store, *worker);
+  const std::lock_guard lock(table.recency.mutex);
+  const Recency& queue = table.recency;
+  size_t n = 0;
+  uint64_t before = 0, within = 0;
+  for (uint64_t p = queue.begin(); p < queue.end() && n < limit; ++p) {
+    prefetch_entry(table, p);
+    const Version* v = row_of(table, p);
+    if (!v) continue;
+    const uint64_t step = queue.step_at(p);
+    within = n && step == before ? within + 1 : 0;
+    before = step;
+    keys[n] = v->key;
+    touched[n++] = step << kWithinStep | std::min(within, (uint64_t{1} << kWithinStep) - 1);
+  }
+  return n;
 }
 
 size_t evict(Store& store, Worker& worker, Table& table, size_t n, uint64_t before) {

@@ -40,13 +40,13 @@ class Admission:
         self._table = table
         self._was_loud = False
 
-    def admitted(self, ids: Ids, has_row: Mask) -> Mask:
+    def admitted(self, ids: Ids, has_row: Mask, step: int = 0) -> Mask:
         """One sighting of distinct ids: which of them have a row, or get one now."""
         allowed = has_row.copy()
         strangers = np.flatnonzero(~has_row)
         for first in range(0, len(strangers), self.rule.remember):
             some = strangers[first : first + self.rule.remember]
-            allowed[some] = self._count(np.ascontiguousarray(ids[some])) >= self.rule.count
+            allowed[some] = self._count(np.ascontiguousarray(ids[some]), step) >= self.rule.count
         known = np.ascontiguousarray(ids[allowed & ~has_row])
         if len(known):
             self.counters.remove(known)
@@ -55,8 +55,8 @@ class Admission:
         self._warn()
         return allowed
 
-    def _count(self, ids: Ids) -> npt.NDArray[np.float32]:
-        before, _ = self.counters.lookup(ids)
+    def _count(self, ids: Ids, step: int) -> npt.NDArray[np.float32]:
+        before, _ = self.counters.lookup(ids, step=step)
         self.counters.apply(ids, np.full((len(ids), 1), -1.0, np.float32))
         return before[:, 0] + 1
 

@@ -17,7 +17,8 @@ class ShardMishap:
     shard: int
     point: str
     """`push`: gradients have come and nothing is applied; `applied`: they are applied, and the
-    acknowledgement has not left."""
+    acknowledgement has not left; `keep`: a checkpoint is to be taken; `fill`: one has come; `read`:
+    rows are wanted for an evaluation."""
 
     version: int
     """The shard's, at that moment."""

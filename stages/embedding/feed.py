@@ -126,6 +126,7 @@ class Feed:
             if not coming.pull.done():
                 self.idle()
             self._step, self._batch = await coming.pull, coming.batch
+            self._step.number = plan.step
         self._number, self._began_s = plan.step, loop.time()
 
     def commit(self, plan: StepPlan, factor: float) -> None:

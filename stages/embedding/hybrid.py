@@ -142,8 +142,11 @@ class Hybrid:
             await asyncio.shield(self._void(step.ticket))
             raise
         try:
+            number: dict[str, Any] = {} if step.number is None else {"number": step.number}
             answers = await _all(
-                self._asking.ask(shard, step.ticket, "push", packet, v_read=step.v_read[shard])
+                self._asking.ask(
+                    shard, step.ticket, "push", packet, v_read=step.v_read[shard], **number
+                )
                 for shard, packet in enumerate(packets)
             )
         finally:

@@ -192,7 +192,9 @@ class Embeddings(nn.Module):
             for those, read in zip(asked, before, strict=True)
             if (admitted := read.pulled[number].admitted) is not None
         ]
-        return shard.rows[name].pull(ids, told)
+        step = shard.touch_base + shard.version + 1
+        shard.touched = max(shard.touched, step)
+        return shard.rows[name].pull(ids, step, told)
 
     def step(self) -> None:
         """One optimizer step with the gradients since the last; none at all is no step.

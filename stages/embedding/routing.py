@@ -64,6 +64,9 @@ class Step:
     ended_s: float | None = None
     """When they ended, if the push began later than that."""
 
+    number: int | None = None
+    """Of the training step, if it may be run again; a shard applies it once."""
+
     @property
     def ticket(self) -> int:
         return self.ahead.ticket

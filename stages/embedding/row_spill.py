@@ -118,14 +118,14 @@ class SpillingTable:
         self.spilled = self.recalled = 0
 
     def lookup(
-        self, ids: Array, out: Array | None = None, mask: Array | None = None
+        self, ids: Array, out: Array | None = None, mask: Array | None = None, *, step: int = 0
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
         """`RowTable.lookup` for training; spilled rows come back first, others go to make room."""
         self.announce(ids)
         while True:
             self._keep_within(self._absent(ids), ids)
             try:
-                return self.table.lookup(ids, out, mask)
+                return self.table.lookup(ids, out, mask, step=step)
             except StoreFullError:
                 if not self._make_room(len(ids), keep=ids):
                     raise
@@ -145,15 +145,16 @@ class SpillingTable:
             weights[below], alive[below] = records.weights(), records.alive
         return weights, alive
 
-    def restore(self, keys: Array, raw: Array) -> None:
+    def restore(self, keys: Array, raw: Array, touched: Array | None = None) -> None:
         """`RowTable.restore`; what does not fit goes down, oldest first."""
         at_once = min(AT_ONCE, self.table.max_rows or AT_ONCE)
         for first in range(0, len(keys), at_once):
             some, rows = keys[first : first + at_once], raw[first : first + at_once]
+            when = None if touched is None else touched[first : first + at_once]
             self._keep_within(len(some), some)
             while True:
                 try:
-                    self.table.restore(some, rows)
+                    self.table.restore(some, rows, when)
                     break
                 except StoreFullError:
                     if not self._make_room(len(some), keep=some):

@@ -18,6 +18,8 @@ from stages.embedding.row_twin_versions import INDEX_BYTES, Versions, on_disk
 
 OK, CONFLICT, FULL, PENDING, NONFINITE = range(5)
 ABSENT, PRESENT, SPILLED = range(3)
+WITHIN_STEP = 24
+"""Bits of a row's place in its step, below the step's number, in what `order` tells."""
 Keys = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Stamps = npt.NDArray[np.uint64]
@@ -132,8 +134,9 @@ class RowTable(Versions):
                 seen[i] = self._give(self.at(key, snapshot), out[i])
         return int((seen == SPILLED).sum())
 
-    def lookup(self, keys: Keys, out: F32, seen: Bytes, /) -> tuple[int, int, int, int]:
+    def lookup(self, keys: Keys, out: F32, seen: Bytes, step: int, /) -> tuple[int, int, int, int]:
         with self.store.lock:
+            self.step = max(self.step, step)
             missing: list[int] = []
             mine = set()
             for i, key in enumerate(keys.tolist()):
@@ -220,17 +223,30 @@ class RowTable(Versions):
                 n += 1
             return n, cursor, True
 
-    def restore(self, keys: Keys, records: Bytes, /) -> int:
+    def restore(self, keys: Keys, records: Bytes, touched: Stamps | None, /) -> int:
         refused = 0
         with self.store.lock:
-            for key, record in zip(keys.tolist(), records, strict=True):
+            for i, (key, record) in enumerate(zip(keys.tolist(), records, strict=True)):
                 row = self.shape.from_record(record.tobytes())
+                if touched is not None:
+                    self.step = int(touched[i]) >> WITHIN_STEP
                 if self.fits({key: row}):
                     self.commit({key: row})
                     self.touch(key)
                 else:
                     refused += 1
         return refused
+
+    def order(self, keys: Keys, touched: Stamps, /) -> int:
+        with self.store.lock:
+            before, within = -1, 0
+            for n, (key, step) in enumerate(self.recency.items()):
+                if n == len(keys):
+                    return n
+                within = within + 1 if step == before else 0
+                before = step
+                keys[n], touched[n] = key, step << WITHIN_STEP | within
+            return len(self.recency)
 
     def remove(self, keys: Keys, /) -> int:
         with self.store.lock:

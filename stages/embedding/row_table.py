@@ -96,12 +96,14 @@ class RowTable:
         mask: Array | None = None,
         *,
         train: bool = True,
+        step: int = 0,
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
         """Rows for a batch. In training, absent ids are inserted and recency is refreshed.
 
         Recency after the call: rows that were there in the order of `ids`, then new ones in that
         order. A call never evicts its own rows; when they do not fit it raises `StoreFullError`,
         and those that did fit stay. Spilled rows raise `RowsOnDiskError`: `announce` them first.
+        `step` is what `order` tells of these rows; it never falls.
         """
         if not train:
             return self.multi_get(ids, out, mask)
@@ -109,7 +111,7 @@ class RowTable:
         self._store.check_alive()
         full = spilled = 0
         for _ in range(MAX_TAKES):
-            inserted, evicted, full, spilled = self.core.lookup(ids, out, mask)
+            inserted, evicted, full, spilled = self.core.lookup(ids, out, mask, step)
             self.inserted += inserted
             self.evicted += evicted
             short = self.evicts and (full or evicted) and not self._is_at_max_rows()
@@ -327,12 +329,26 @@ class RowTable:
             state=self.state,
         )
 
-    def restore(self, keys: Array, raw: Array) -> None:
+    def order(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Keys of the rows in memory, longest unused first, and when: numbers that only rise.
+
+        Such a number is the step of the last lookup and the row's place in it (`restore` takes it
+        back), so that rows of several stores can be put in one order. Empty without an order.
+        """
+        most = self.stats()["rows"]
+        keys, touched = np.empty(most, np.int64), np.empty(most, np.uint64)
+        self._store.check_alive()
+        n = self.core.order(keys, touched)
+        return keys[:n], touched[:n]
+
+    def restore(self, keys: Array, raw: Array, touched: Array | None = None) -> None:
         """Writes whole rows as they were, in order of recency: the last is the most recent."""
         keys = check("keys", keys, np.int64, (None,))
         raw = check("raw", raw, np.uint8, (len(keys), self.core.record_bytes))
+        if touched is not None:
+            touched = check("touched", touched, np.uint64, (len(keys),))
         self._store.check_alive()
-        refused = self.core.restore(keys, raw)
+        refused = self.core.restore(keys, raw, touched)
         if refused:
             raise self.full_error(f"{refused} of {len(keys)} restored rows found no room")
 

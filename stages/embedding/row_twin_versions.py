@@ -46,9 +46,9 @@ class Versions:
         self.store, self.shape = store, shape
         self.max_rows, self.lru, self.spill = max_rows, lru, spill
         self.versions: dict[int, list[tuple[int, Row | None]]] = {}
-        self.recency: OrderedDict[int, None] = OrderedDict()
+        self.recency: OrderedDict[int, int] = OrderedDict()  # key -> step
         self.nbytes = self.rows = self.alive_chunks = self.spilled_rows = 0
-        self.steps = self.epoch = 0
+        self.steps = self.epoch = self.step = 0
         self._salt = shape.salt
 
     def hash(self, key: int) -> int:
@@ -100,7 +100,7 @@ class Versions:
 
     def touch(self, key: int) -> None:
         if self.lru:
-            self.recency[key] = None
+            self.recency[key] = self.step
             self.recency.move_to_end(key)
 
     def in_order(self, snapshot: Moment | None = None) -> Iterator[tuple[int, int, Row]]:

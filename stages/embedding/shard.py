@@ -52,6 +52,7 @@ class _Open:
     pulled: Pulled
     gradients: Mapping[str, F32] | None = None
     v_read: int = 0
+    number: int | None = None
     is_void: bool = False
 
 
@@ -83,6 +84,13 @@ class Shard:
         self.tau = tau
         self.version = 0
         """Optimizer steps that were applied here."""
+
+        self.last_step = -1
+        """The training step that was applied last, of those that say which they are."""
+
+        self.touch_base = self.touched = 0
+        """What rows remember of their last use is `touch_base` and the ticket; the largest so far.
+        All shards of a run have the same base, or their rows could not be put in one order."""
 
         self.counts = ShardCounts()
         self.cuts: list[Cut] = []
@@ -128,7 +136,9 @@ class Shard:
             raise UnknownTicketError(f"shard {self.index} has no ids for step {ticket}")
         for name, part in wanted.items():
             self.check_capacity(name, len(part.ids))
-        tables = {name: self.rows[name].pull(part.ids) for name, part in wanted.items()}
+        step = self.touch_base + ticket
+        self.touched = max(self.touched, step)
+        tables = {name: self.rows[name].pull(part.ids, step) for name, part in wanted.items()}
         pulled = Pulled(version=self.version, tables=tables)
         self._open[ticket] = _Open(ids=wanted, pulled=pulled)
         return pulled
@@ -140,9 +150,17 @@ class Shard:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def push(self, ticket: int, v_read: int, gradients: Mapping[str, F32]) -> list[Settled]:
+    def push(
+        self,
+        ticket: int,
+        v_read: int,
+        gradients: Mapping[str, F32],
+        number: int | None = None,
+    ) -> list[Settled]:
         """Gradients of a step. Returns the steps that this settled: it may be none, or several.
 
+        `number` is the training step's. After a failure the dense net goes back and runs steps
+        again, under new tickets; what this shard has applied of them is not applied again.
         Columns of chunks that the pull did not have hold `chunk_prune.fold_pruned` norms.
         """
         entry = self._open.get(ticket)
@@ -156,7 +174,7 @@ class Shard:
                 f"shard {self.index}, step {ticket}: gradients for tables {sorted(gradients)}, "
                 f"rows were pulled from {sorted(entry.ids)}"
             )
-        entry.gradients, entry.v_read = gradients, v_read
+        entry.gradients, entry.v_read, entry.number = gradients, v_read, number
         return self._settle()
 
     def void(self, ticket: int) -> list[Settled]:
@@ -217,6 +235,9 @@ class Shard:
         if entry.gradients is None:
             self.counts.voided += 1
             return Settled(ticket=ticket, outcome="void", version=self.version)
+        if entry.number is not None and entry.number <= self.last_step:
+            self.counts.replayed += 1
+            return Settled(ticket=ticket, outcome="repeated", version=self.version)
         step = ShardStep(
             ids=entry.ids,
             gradients=entry.gradients,
@@ -235,6 +256,7 @@ class Shard:
                 why=f"shard {self.index}, step {ticket}: {why}",
             )
         self.apply(step)
+        self.last_step = self.last_step if entry.number is None else entry.number
         return Settled(ticket=ticket, outcome="applied", version=self.version, staleness=staleness)
 
     def check(self, step: ShardStep) -> None:
@@ -305,6 +327,7 @@ class Shard:
         tables = {name: rows.stats() for name, rows in self.rows.items()}
         return {
             "version": self.version,
+            "touch_base": self.touch_base,
             "open": self.num_open,
             "rows": sum(part["rows"] for part in tables.values()),
             "real_bytes": sum(chunk_prune.real_bytes(self.store[name]) for name in tables),
@@ -315,6 +338,7 @@ class Shard:
             "refused_pushes": counts.refused_pushes,
             "voided": counts.voided,
             "repeated": counts.repeated,
+            "replayed": counts.replayed,
             "dropped_rows": counts.dropped_rows,
             "prunes": len(self.cuts),
             "hit_rate": {name: part["hit_rate"] for name, part in tables.items()},

@@ -2,9 +2,10 @@
 
 Path: netsim.link -> stages.embedding.shard_actor -> stages.embedding.shard_server
 
-Threads as in `stages.actor`: `net` (letters come in, in order), `control` (numbers, signs of
-life), the private event loop that the shard lives on, and a courier. The shard's uplink is
-shaped as a stage's, and its bytes are counted at its links.
+Threads as in `stages.actor`: `net` (letters come in, in order), `control` (numbers), `pulse` (signs
+of life, which wait for nobody), `save` (checkpoints, beside training), the private event loop that
+the shard lives on, and a courier. The shard's uplink is shaped as a stage's, and its bytes are
+counted at its links.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from netsim.link import Link, LinkLike
 from netsim.loop_thread import LoopThread
 from netsim.shaper import Uplink
 from netsim.topology import Topology
+from stages.actor_probes import end_actor
 from stages.courier import Courier, disclose
 from stages.digest import software
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard import Shard
-from stages.embedding.shard_files import fill_shard, pack_shard
+from stages.embedding.shard_files import fill_shard
 from stages.embedding.shard_server import ShardServer
+from stages.embedding.shard_stream import KeptShard, keep_shard
 from stages.mishap import commit_deed
+from stages.process_state import is_stopped
 from stages.remote import own_copy
 from stages.storage import Folder
 
@@ -65,7 +69,7 @@ class ShardActor:
         self._server: ShardServer | None = None
         self._link: LinkLike | None = None
         self._generation = -1
-        self._kept: dict[str, bytes] = {}
+        self._kept: dict[str, KeptShard] = {}
 
     def __repr__(self) -> str:
         return f"EmbeddingShard(shard={self.index})"
@@ -76,6 +80,7 @@ class ShardActor:
 
     def setup(self, spec: EmbeddingSpec, place: ShardPlace) -> dict[str, Any]:
         """Become an empty shard of an arm; whatever this actor was before is forgotten."""
+        self._forget_kept(0)
         self._server = self._on_loop(self._build, spec, place)
         self._generation = place.generation
         return {
@@ -146,26 +151,33 @@ class ShardActor:
     # --- checkpoints: stage 0 says when, between two steps with nothing under way ---------------
 
     def keep(self, key: str) -> str:
-        """Copy the shard for `write_kept`; training goes on at once."""
-        self._kept[key] = self._on_loop(self._pack)
+        """Take a snapshot of the shard for `write_kept`; training goes on at once."""
+        self._forget_kept(MAX_KEPT - 1)
+        self._kept[key] = self._on_loop(self._keep)
         return key
 
-    def _pack(self) -> bytes:
+    def _forget_kept(self, most: int) -> None:
+        """Those that nobody came to write: a snapshot pins the rows of its moment."""
+        while len(self._kept) > most:
+            self._kept.pop(next(iter(self._kept))).close()
+
+    def _keep(self) -> KeptShard:
         assert self._server is not None
         if self._server.shard.num_open:
             raise RuntimeError(
                 f"shard {self.index} has {self._server.shard.num_open} steps under way; it can be "
                 "saved only after stage 0 has waited for them"
             )
-        return pack_shard(self._server.shard)
+        self._server.reach("keep")
+        return keep_shard(self._server.shard)
 
     def write_kept(self, key: str, folder: str | None, name: str) -> Any:
         """Write what was kept to a file, beside training: its `FileNote`. Without a folder (none
         that this machine sees too), its bytes."""
-        data = self._kept.pop(key)
-        if folder is None:
-            return np.frombuffer(data, dtype=np.uint8)
-        return Folder(folder).write(name, [data])
+        with self._kept.pop(key) as kept:
+            if folder is None:
+                return np.frombuffer(kept.to_bytes(), dtype=np.uint8)
+            return Folder(folder).write(name, kept.chunks())
 
     def sees(self, folder: str, name: str, token: bytes) -> bool:
         """Whether a file that the driver wrote is the same here: storage is shared."""
@@ -174,17 +186,33 @@ class ShardActor:
         except OSError:
             return False
 
-    def fill_from(self, num_shards: int, with_counts: bool, *files: Any) -> int:
+    def fill_from(
+        self, num_shards: int, with_counts: bool, touch_base: int | None, *files: Any
+    ) -> int:
         """Take the own rows out of saved shards, however many there were; returns how many.
 
+        A file is its bytes, or the path of one that this machine sees too; then nothing is copied.
         `with_counts`: all shards begin anew, and the sums of their counters go on.
         """
-        return self._on_loop(self._fill, num_shards, with_counts, files)
+        here = [np.memmap(file, mode="r") if isinstance(file, str) else file for file in files]
+        return self._on_loop(self._fill, num_shards, with_counts, touch_base, here)
 
-    def _fill(self, num_shards: int, with_counts: bool, files: tuple[Any, ...]) -> int:
+    def _fill(
+        self, num_shards: int, with_counts: bool, touch_base: int | None, files: list[Any]
+    ) -> int:
         assert self._server is not None
-        shard = self._server.shard
-        return fill_shard(shard, files, num_shards=num_shards, with_counts=with_counts)
+        self._server.reach("fill")
+        return fill_shard(
+            self._server.shard,
+            files,
+            num_shards=num_shards,
+            with_counts=with_counts,
+            touch_base=touch_base,
+        )
+
+    def sizes(self, paths: list[str]) -> list[int]:
+        """Bytes of files as this machine sees them; -1 of those that it does not."""
+        return [os.path.getsize(path) if os.path.isfile(path) else -1 for path in paths]
 
     def rows(self, table: str) -> tuple[Any, Any]:
         """Ids and weights of all rows of a table, by rising id: for tests and tools."""
@@ -199,6 +227,14 @@ class ShardActor:
     def ping(self) -> int:
         """The process id, as a sign of life."""
         return os.getpid()
+
+    def sees_stopped(self, info: dict[str, Any]) -> bool:
+        """Whether the shard that `setup` returned `info` of was stopped, seen from its node."""
+        return is_stopped(info["pid"])
+
+    def end_process(self, info: dict[str, Any]) -> bool:
+        """Kill the shard that `setup` returned `info` of, if it is on this node and still there."""
+        return end_actor(info)
 
     def _on_loop(self, work: Callable[..., T], *args: Any) -> T:
         async def run() -> T:
@@ -218,13 +254,19 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-CONCURRENCY = {"net": 1, "control": 1, "save": 1}
+MAX_KEPT = 2
+"""Snapshots that wait to be written."""
+
+CONCURRENCY = {"net": 1, "control": 1, "pulse": 1, "save": 1}
 GROUPS = {
     "deliver": "net",
     "books": "control",
-    "ping": "control",
+    "ping": "pulse",  # a shard that is busy with its rows lives
+    "sees_stopped": "pulse",
+    "end_process": "pulse",
     "write_kept": "save",
     "sees": "save",
+    "sizes": "pulse",
 }
 
 

@@ -16,17 +16,21 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stages.embedding.shard import Shard
-from stages.embedding.shard_files import ShardFileError, pack_shard, write_aside
+from stages.embedding.shard_files import ShardFileError, write_aside
+from stages.embedding.shard_stream import KeptShard, keep_shard
 from stages.storage import FileNote, Folder, StorageError
 
 MARKER = "embedding.json"
-FORMAT = 2
+FORMAT = 3
+CHUNK_NBYTES = 8 << 20
 RUN_MANIFEST = "manifest.json"
 RUN_FILE = "shard_"
 _FILE = re.compile(r"shard-\d{5}-of-\d{5}(\.(\d+))?\.safetensors(\.part)?")
@@ -43,19 +47,22 @@ class SavedShard:
     sha256: str = ""
     """Of a run's checkpoint."""
 
-    def read(self) -> bytes:
-        """The bytes that were written, or a `ShardFileError` that says what is wrong with them."""
+    def read(self) -> Any:
+        """The bytes that were written, where they lie, or a `ShardFileError` that says what is
+        wrong with them."""
         path = self.folder / self.file
         try:
-            data = path.read_bytes()
+            data: Any = np.memmap(path, mode="r")
         except FileNotFoundError:
             raise ShardFileError(f"{path} is missing; the marker names it") from None
+        except ValueError:
+            data = np.empty(0, np.uint8)  # an empty file cannot be mapped
         if len(data) != self.nbytes:
             raise ShardFileError(
                 f"{path} has {len(data)} bytes, {self.nbytes} were written: it is truncated; take "
                 "an earlier checkpoint"
             )
-        if self.crc32 is not None and zlib.crc32(data) != self.crc32:
+        if self.crc32 is not None and _crc32(data) != self.crc32:
             raise ShardFileError(f"{path} is damaged: its checksum is not the one that was written")
         if self.sha256:
             try:
@@ -78,10 +85,10 @@ def save_shards(shards: Sequence[Shard], folder: Path) -> None:
     number = max(old.values(), default=0) + 1
     parts = []
     for shard in shards:
-        data = pack_shard(shard)
         file = f"shard-{shard.index:05d}-of-{len(shards):05d}.{number:05d}.safetensors"
-        write_aside(folder / file, data)
-        parts.append({"file": file, "nbytes": len(data), "crc32": zlib.crc32(data)})
+        with keep_shard(shard) as kept:
+            crc32 = _write(folder / file, kept)
+            parts.append({"file": file, "nbytes": kept.nbytes, "crc32": crc32})
     text = json.dumps({"format": FORMAT, "save": number, "shards": parts}, indent=1)
     write_aside(folder / MARKER, text.encode())
     _sync(folder)  # a removal must not be on disk before the marker is
@@ -134,6 +141,27 @@ def _own_files(folder: Path) -> dict[Path, int]:
         if match:
             found[path] = int(match[2] or 0)
     return found
+
+
+def _write(path: Path, kept: KeptShard) -> int:
+    """Write a shard piece by piece; returns its checksum."""
+    crc32 = 0
+
+    def counted() -> Iterator[memoryview]:
+        nonlocal crc32
+        for chunk in kept.chunks():
+            crc32 = zlib.crc32(chunk, crc32)
+            yield chunk
+
+    write_aside(path, counted())
+    return crc32
+
+
+def _crc32(data: Any) -> int:
+    crc32 = 0
+    for first in range(0, len(data), CHUNK_NBYTES):
+        crc32 = zlib.crc32(data[first : first + CHUNK_NBYTES], crc32)
+    return crc32
 
 
 def _sync(folder: Path) -> None:

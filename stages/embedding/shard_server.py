@@ -36,7 +36,7 @@ class ShardServer:
         self._sessions: dict[int, int] = {}
         self._num_sent = 0
         self.on_point: Callable[[str], None] | None = None
-        """Called where a test may want the shard to end: `push` and `applied`."""
+        """Called where a test may want the shard to end: see `ShardMishap.point`."""
 
     def on_frame(self, frame: Any) -> None:
         """A letter from a client."""
@@ -83,25 +83,30 @@ class ShardServer:
             v_read = header.body.get("v_read")
             if type(v_read) is not int:
                 raise CodecError("a push that does not say what it read")
+            number = header.body.get("number")
+            if number is not None and type(number) is not int:
+                raise CodecError("a push of a step without a number")
             rows = shard.pulled_rows(ticket)
             gradients = (
                 letters.read_gradients(packet, rows, shard.tables) if rows is not None else {}
             )
-            self._pass("push")
-            settled = shard.push(ticket, v_read, gradients)
-            self._pass("applied")
+            self.reach("push")
+            settled = shard.push(ticket, v_read, gradients, number)
+            self.reach("applied")
             self._settle(client, settled)
         elif op == "void":
             self._settle(client, shard.void(ticket))
         elif op == "read" and packet is not None:
             wanted = letters.read_ids(packet, shard.tables)
+            self.reach("read")
             values = shard.read({name: part.ids for name, part in wanted.items()})
             answer = letters.rows_packet(values, shard.tables, self._wire.rows)
             self._send(client, ticket, "values", answer, version=shard.version)
         else:
             raise CodecError(f"unknown letter {op!r}")
 
-    def _pass(self, point: str) -> None:
+    def reach(self, point: str) -> None:
+        """A point of `on_point`."""
         if self.on_point is not None:
             self.on_point(point)
 

@@ -60,7 +60,7 @@ class ShardTable:
         num_shards: int = 1,
         spill: Path | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._table = store, table
         self.looked_up = 0
         max_rows = table.rows_within(whole_bytes(table), num_shards)
         self.max_rows = max_rows
@@ -84,8 +84,9 @@ class ShardTable:
         if self.spilling is not None and not self.max_rows:
             self.spilling.announce(ids)  # with a cap they could push out what is under way
 
-    def pull(self, ids: Ids, told: Sequence[tuple[Ids, Mask]] = ()) -> Rows:
-        """Rows of distinct ids for training; ids that are admitted and new are created.
+    def pull(self, ids: Ids, step: int = 0, told: Sequence[tuple[Ids, Mask]] = ()) -> Rows:
+        """Rows of distinct ids for training; ids that are admitted and new are created. `step` is
+        what the order of use remembers.
 
         `told`: which ids earlier pulls of the same step asked for, and who was admitted. Those are
         not sighted again, and the answer is the same: a step is one sighting.
@@ -94,17 +95,19 @@ class ShardTable:
         admitted = None
         wanted = ids
         if self.admission is not None:
-            admitted = self._admitted(self.admission, ids, told)
+            admitted = self._admitted(self.admission, ids, step, told)
             wanted = np.ascontiguousarray(ids[admitted])
         look_up = self.rows.lookup if self.spilling is None else self.spilling.lookup
-        weights, _ = look_up(wanted)
+        weights, _ = look_up(wanted, step=step)
         if admitted is not None:
             whole = np.zeros((len(ids), self.rows.dim), np.float32)
             whole[admitted] = weights
             weights = whole
         return self._with_bitmaps(ids, weights, admitted)
 
-    def _admitted(self, admission: Admission, ids: Ids, told: Sequence[tuple[Ids, Mask]]) -> Mask:
+    def _admitted(
+        self, admission: Admission, ids: Ids, step: int, told: Sequence[tuple[Ids, Mask]]
+    ) -> Mask:
         old = np.zeros(len(ids), np.bool_)
         answer = np.zeros(len(ids), np.bool_)
         for asked, admitted in told:
@@ -112,7 +115,7 @@ class ShardTable:
             answer |= np.isin(ids, asked[admitted])
         new = np.ascontiguousarray(ids[~old])
         _, found = self.rows.multi_get(new)
-        answer[~old] = admission.admitted(new, found != 0)
+        answer[~old] = admission.admitted(new, found != 0, step)
         return answer
 
     def read(self, ids: Ids) -> Rows:
@@ -151,13 +154,23 @@ class ShardTable:
         # An empty part counts too: Adam's bias correction counts steps, on every shard alike.
         return self.rows.apply(ids, gradients, counts=counts).dropped
 
-    def scan(self, snapshot: Snapshot | None = None) -> Iterator[Records]:
-        """All rows, those on disk too."""
-        return (self.spilling or self.rows).scan(snapshot)
+    def scan(self, snapshot: Snapshot | None = None, *, limit: int = 65_536) -> Iterator[Records]:
+        """All rows, those on disk too. With a snapshot, from any thread."""
+        return (self.spilling or self.rows).scan(snapshot, limit=limit)
 
-    def restore(self, keys: Ids, raw: npt.NDArray[np.uint8]) -> None:
+    def restore(
+        self,
+        keys: Ids,
+        raw: npt.NDArray[np.uint8],
+        touched: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
         """Whole rows, the one that was used last at the end."""
-        (self.spilling or self.rows).restore(keys, raw)
+        (self.spilling or self.rows).restore(keys, raw, touched)
+
+    @property
+    def has_order(self) -> bool:
+        """Whether somebody remembers which row was used last."""
+        return self._table.evict is not None or self.spilling is not None
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this table."""

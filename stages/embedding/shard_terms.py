@@ -77,6 +77,9 @@ class ShardCounts:
     lost_pushes: int = 0
     refused_pushes: int = 0
     repeated: int = 0
+    replayed: int = 0
+    """Steps that the dense net ran again after a failure, and that were applied before."""
+
     voided: int = 0
     dropped_rows: int = 0
     """Gradients of rows that were evicted between pull and push."""

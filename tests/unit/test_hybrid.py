@@ -288,10 +288,10 @@ def test_mutant_permits_of_each_worker_break_the_bound_and_are_seen() -> None:
 
 def test_mutant_applying_out_of_order_breaks_the_bound_and_is_seen() -> None:
     class Hasty(Shard):
-        def push(self, ticket: int, v_read: int, gradients: Any) -> Any:
+        def push(self, ticket: int, v_read: int, gradients: Any, number: Any = None) -> Any:
             if ticket in self._open:
                 self._open.move_to_end(ticket, last=False)  # to the head of the line
-            return super().push(ticket, v_read, gradients)
+            return super().push(ticket, v_read, gradients, number)
 
     async def run(kind: type[Shard]) -> None:
         net = Net((table(),), tau=2, shards=1)

@@ -470,7 +470,7 @@ def test_other_threads_run_while_the_store_works() -> None:
     rows.lookup(keys[:10].copy())
     beside.start()
     before = len(ticks)
-    rows.core.lookup(keys, np.empty((200_000, 32), np.float32), np.empty(200_000, np.uint8))
+    rows.core.lookup(keys, np.empty((200_000, 32), np.float32), np.empty(200_000, np.uint8), 0)
     during = len(ticks) - before
     done.set()
     beside.join()

@@ -89,6 +89,30 @@ def test_a_push_counts_once_however_often_it_comes() -> None:
     assert (one.read({"user": ids(4)})["user"].weights == before - 1).all()
 
 
+def test_a_step_that_the_dense_net_runs_again_is_applied_once_and_counted() -> None:
+    one = shard()
+    for number in (0, 1):
+        v_read = one.pull(number + 1, wanted(4)).version
+        one.push(number + 1, v_read, ones(1), number)
+    before = one.read({"user": ids(4)})["user"].weights.copy()
+    v_read = one.pull(100, wanted(4)).version  # all stages went back behind step 1: a new ticket
+
+    assert outcomes(one.push(100, v_read, ones(1), 1)) == [(100, "repeated")]
+    assert one.version == 2
+    assert (one.read({"user": ids(4)})["user"].weights == before).all()
+    assert one.stats()["replayed"] == 1
+    one.pull(101, wanted(4))
+    assert outcomes(one.push(101, 2, ones(1), 2)) == [(101, "applied")]
+
+
+def test_mutant_without_the_number_of_the_step_it_is_applied_twice() -> None:
+    one = shard()
+    for ticket in (1, 100):
+        one.push(ticket, one.pull(ticket, wanted(4)).version, ones(1), None)
+
+    assert one.version == 2
+
+
 def test_a_pull_that_is_asked_again_has_the_same_answer_even_after_other_pushes() -> None:
     one = shard(tau=1)
     one.pull(1, wanted(4))

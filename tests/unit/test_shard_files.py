@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from stages.embedding import shard_folders
 from stages.embedding.row_rules import Adam, RowAdagrad, Sgd, Uniform
@@ -15,6 +19,7 @@ from stages.embedding.row_table import RowTable
 from stages.embedding.shard import Shard
 from stages.embedding.shard_files import ShardFileError, fill_shard, pack_shard
 from stages.embedding.shard_folders import save_shards, saved_shards
+from stages.embedding.shard_stream import keep_shard
 from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import ChunkPrune, Table, shard_of
 
@@ -109,6 +114,118 @@ def test_the_order_of_use_survives(tmp_path: Path) -> None:
     assert rows_of(after) == rows_of(before)
 
 
+def oldest_first(group: list[Shard]) -> list[int]:
+    """Keys by last use, as one order over all shards."""
+    orders = [shard.rows["user"].rows.order() for shard in group]
+    keys = np.concatenate([keys for keys, _ in orders])
+    touched = np.concatenate([touched for _, touched in orders])
+    return keys[np.argsort(touched, kind="stable")].tolist()
+
+
+@pytest.mark.parametrize("core", ["twin", "native"])
+def test_the_order_of_use_is_exact_over_two_then_three_then_one_shard(
+    core: str, tmp_path: Path
+) -> None:
+    """Which step used a row last, of all rows of all shards; a rank in a shard cannot tell."""
+    used_last: dict[int, int] = {}
+
+    def train_on(group: list[Shard], first: int, num: int, skew: bool) -> None:
+        for ticket in range(first, first + num):
+            generator = np.random.default_rng(ticket)
+            ids = np.unique(generator.integers(0, 400, 12))
+            if skew:  # nearly all of it on shard 0: ranks in the shards mean different steps
+                places = shard_of(ids, len(group))
+                ids = ids[(places == 0) | (generator.random(len(ids)) < 0.1)]
+            places = shard_of(ids, len(group))
+            for index, shard in enumerate(group):
+                wanted = {"user": IdSet(ids=ids[places == index], counts=None)}
+                v_read = shard.pull(ticket, wanted).version
+                gradients = np.zeros((int((places == index).sum()), 16), np.float32)
+                shard.push(ticket, v_read, {"user": gradients})
+            used_last.update(dict.fromkeys(ids.tolist(), next(clock)))
+
+    clock = itertools.count()
+    options: dict[str, Any] = {"evict": "lru", "max_rows": 1000}
+    store = {"capacity": "8MiB", "slab": "64KiB", "pages": "4k", "core": core}
+    table = Table(name="user", dim=16, optimizer=Sgd(lr=0.1), **options)
+
+    def made(num: int) -> list[Shard]:
+        return [
+            Shard((table,), index=i, tau=0, seed=7, num_shards=num, **store) for i in range(num)
+        ]
+
+    group = made(2)
+    train_on(group, 1, 60, skew=True)
+    for num in (3, 1):
+        folder = tmp_path / str(num)
+        folder.mkdir()
+        written(group, folder)
+        group = made(num)
+        for shard in group:
+            load_shard(shard, folder, num_shards=num)
+        assert [used_last[key] for key in oldest_first(group)] == sorted(used_last.values())
+        train_on(group, 1, 20, skew=False)  # tickets of a new life begin anew
+
+    order = oldest_first(group)
+    assert [used_last[key] for key in order] == sorted(used_last.values())
+    (one,) = group
+    one.store["user"].evict(100)
+    assert set(rows_of(group)) == set(order[100:])
+
+
+@pytest.mark.parametrize("core", ["twin", "native"])
+def test_a_shard_is_written_as_it_was_kept_while_training_goes_on(core: str) -> None:
+    options = {"capacity": "8MiB", "slab": "64KiB", "pages": "4k", "core": core}
+    table = Table(name="user", dim=16, optimizer=Adam(lr=0.1), evict="lru", max_rows=1000)
+    before, after = (
+        Shard((table,), index=0, tau=0, seed=7, num_shards=1, **options) for _ in range(2)
+    )
+    train([before], 0, 10)
+    rows, order = rows_of([before]), oldest_first([before])
+
+    with keep_shard(before) as kept:
+        chunks = kept.chunks()
+        header = bytes(next(chunks))
+        train([before], 10, 30)
+        assert rows_of([before]) != rows
+        assert oldest_first([before]) != order
+        data = header + b"".join(chunks)
+        assert len(data) == kept.nbytes
+    fill_shard(after, [data], num_shards=1)
+
+    assert rows_of([after]) == rows
+    assert oldest_first([after]) == order
+    assert after.version == 10
+    assert load(data)["user/rows"].shape == (len(rows), 16 + before.store["user"].core.record_bytes)
+
+
+def test_writing_and_reading_take_the_same_memory_whatever_the_number_of_rows(
+    tmp_path: Path,
+) -> None:
+    def peak(num: int) -> int:
+        options = {"capacity": "256MiB", "slab": "2MiB", "pages": "4k", "core": "native"}
+        table = Table(name="user", dim=16, optimizer=Sgd(lr=0.1))
+        before, after = (Shard((table,), tau=0, num_shards=1, **options) for _ in range(2))
+        ids = np.arange(num, dtype=np.int64)
+        before.store["user"].lookup(ids)
+        folder = tmp_path / str(num)
+        folder.mkdir()
+        del ids
+        gc.collect()
+        tracemalloc.start()
+        try:
+            written([before], folder)
+            load_shard(after, folder, num_shards=1)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    few, many = peak(100_000), peak(400_000)
+
+    assert many < 1.3 * few
+    assert many < 400_000 * 64 / 4  # the rows alone are 64 bytes each
+
+
 def test_a_checkpoint_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     group = shards(2)
     train(group, 0, 3)
@@ -158,11 +275,12 @@ def test_wherever_a_save_over_a_checkpoint_is_cut_one_of_the_two_is_whole(
             if left[0] < 0:
                 raise Crash
 
-        def cut(path: Path, data: bytes, tick: Any = tick) -> None:
+        def cut(path: Path, data: Any, tick: Any = tick) -> None:
+            whole = b"".join([data] if isinstance(data, bytes) else data)
             with_half = path.with_name(path.name + ".part")
-            with_half.write_bytes(data[: len(data) // 2])
+            with_half.write_bytes(whole[: len(whole) // 2])
             tick()
-            write(path, data)
+            write(path, whole)
 
         with monkeypatch.context() as patch:
             patch.setattr(shard_folders, "write_aside", cut)

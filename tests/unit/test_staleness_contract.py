@@ -85,9 +85,9 @@ def test_mutant_a_pool_for_each_of_two_workers_is_refused_by_the_shard() -> None
 
 def test_mutant_applying_pushes_as_they_come_breaks_the_bound() -> None:
     class Hasty(Shard):
-        def push(self, ticket: int, v_read: int, gradients: Any) -> Any:
+        def push(self, ticket: int, v_read: int, gradients: Any, number: Any = None) -> Any:
             self._open.move_to_end(ticket, last=False)
-            return super().push(ticket, v_read, gradients)
+            return super().push(ticket, v_read, gradients, number)
 
     outcomes = ten_thousand(shard(4, Hasty), pools=[5], steps=1000)
     assert "refused" in outcomes
