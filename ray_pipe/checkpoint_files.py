@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,9 +141,21 @@ class Checkpoint:
         """The arm's numbers up to here."""
         return unpack(self.read(PROGRESS))
 
+    def check(self, notes: Sequence[FileNote]) -> None:
+        """Raise `CheckpointError` unless these files are what was written, without holding them."""
+        try:
+            for note in notes:
+                self.folder.check(note)
+        except StorageError as error:
+            raise CheckpointError(f"{error}.") from error
+
+    def shard_notes(self) -> list[FileNote]:
+        """Of the files with embedding rows, in order; empty for a model without shards."""
+        return [note for note in self.manifest.files if note.name.startswith("shard_")]
+
     def shard_files(self) -> list[str]:
         """Names of the files with embedding rows, in order; empty for a model without shards."""
-        return [note.name for note in self.manifest.files if note.name.startswith("shard_")]
+        return [note.name for note in self.shard_notes()]
 
     def states(self) -> list[StageState]:
         """The stages, in order."""

@@ -5,21 +5,26 @@ Path: ray_pipe.ctr_run -> ray_pipe.ctr_pipeline -> ray_pipe.pipeline
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from ray_pipe.checkpoint_files import Checkpoint, CheckpointError, shard_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_workload import CtrArm
 from ray_pipe.errors import TrainingError
-from ray_pipe.pipeline import Pipeline, Records
+from ray_pipe.pipeline import CallsFailed, Item, Pipeline, Records
 from ray_pipe.recovery import Failure
 from ray_pipe.shards import Shards
+from stages.embedding.shard_folders import saved_shards
+
+SEE_S = 60.0
 
 
 class CtrPipeline(Pipeline):
@@ -36,6 +41,7 @@ class CtrPipeline(Pipeline):
     ) -> None:
         self.shards = shards
         self.shard_infos: list[Any] = []
+        self._num_excused = 0
         super().__init__(actors, arm, epoch_s=epoch_s, failures=failures)
         shards.arm = arm.name
         shards.on_replaced = self._on_replaced
@@ -57,6 +63,7 @@ class CtrPipeline(Pipeline):
         try:
             for records in super().train(steps):
                 self.shards.step = records[0].step
+                self._num_excused = len(self.shards.failures)
                 yield self._with_shards(records)
         except TrainingError:
             self.shards.raise_error()  # a stage that waits for a dead shard is not the cause
@@ -75,7 +82,8 @@ class CtrPipeline(Pipeline):
         parts, records = [], []
         for plan in self.arm.evaluations(step):
             records = self.evaluate(plan)
-            logits, labels = ray.get(self.handles[-1].scores.remote())
+            call = {self.handles[-1].scores.remote(): len(self.handles) - 1}
+            ((logits, labels),) = self.gather(call, doing="telling its scores")
             parts.append(ScoreCounts.of(logits, labels))
         return parts[0].merge(*parts[1:]), records
 
@@ -90,7 +98,12 @@ class CtrPipeline(Pipeline):
     def see(self, folder: str, name: str, token: bytes) -> bool:
         """Whether all stages and shards see a file of the driver."""
         calls = [shard.sees.remote(folder, name, token) for shard in self.shards.handles]
-        return super().see(folder, name, token) and all(ray.get(calls))
+        if not super().see(folder, name, token):
+            return False
+        try:
+            return all(ray.get(calls, timeout=SEE_S))
+        except RayError:  # the watch sees to it; until then nobody knows what it sees
+            return False
 
     def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
         """Stages and shards copy their state after `step`: stage 0 waits for its gradients, has
@@ -110,8 +123,7 @@ class CtrPipeline(Pipeline):
         names = checkpoint.shard_files()
         if not names:
             raise CheckpointError(f"{checkpoint.path} holds no embedding rows.")
-        files = [np.frombuffer(checkpoint.read(name), dtype=np.uint8) for name in names]
-        return self.shards.fill(files)
+        return self.shards.fill(saved_rows(checkpoint, self.shards.handles))
 
     def _with_shards(self, records: Records) -> Records:
         first, *others = records
@@ -129,12 +141,47 @@ class CtrPipeline(Pipeline):
         """Stage 0 asks the new process what the old one left open."""
         self.actors.guests = self.shards.nodes_of_topology()
         node = len(self.handles) + shard
-        ray.get(self.actors.guests[node].connect.remote(self.handles[0]))
+        ray.get(self.actors.guests[node].connect.remote(self.handles[0]), timeout=SEE_S)
         # Not by `introduce`: stage 0 is busy with the step that waits for this shard.
         self.handles[0].nudge.remote(shard, node, self.actors.guests[node])
         self.failures.append(failure)
         self.on_failure(failure)
 
+    def _rescue(self, item: Item, failed: CallsFailed) -> None:
+        """Shards first: a stage that waits for one is not the cause."""
+        self.shards.check()
+        super()._rescue(item, failed)
+
+    def excuses(self, failure: Failure) -> bool:
+        """Whether stages waited in vain because a shard was lost meanwhile."""
+        return failure.kind == "timeout" and len(self.shards.failures) > self._num_excused
+
     def _check_replay(self, step: int, records: Records) -> None:
         """Rows have moved on since: a step that is run again need not give the same loss."""
         self.on_replay(records)
+
+
+def saved_rows(checkpoint: Checkpoint, shards: Sequence[Any]) -> list[Any]:
+    """The files with rows, checked: as paths if these shards see them too, else as bytes."""
+    notes, folder = checkpoint.shard_notes(), checkpoint.folder
+    sizes = {f"{folder.path}/{note.name}": note.nbytes for note in notes}
+    if folder.is_local and _see(shards, sizes):
+        checkpoint.check(notes)
+        return list(sizes)
+    return [np.frombuffer(checkpoint.read(note.name), dtype=np.uint8) for note in notes]
+
+
+def rows_of(folder: Path, shards: Sequence[Any]) -> list[Any]:
+    """The same of any folder that `saved_shards` reads."""
+    saved = saved_shards(folder.absolute())
+    files = [np.frombuffer(one.read(), dtype=np.uint8) for one in saved]  # where they lie
+    sizes = {str(one.folder / one.file): one.nbytes for one in saved}
+    return list(sizes) if _see(shards, sizes) else files
+
+
+def _see(shards: Sequence[Any], sizes: dict[str, int]) -> bool:
+    try:
+        found = ray.get([shard.sizes.remote(list(sizes)) for shard in shards], timeout=SEE_S)
+    except RayError:
+        return False
+    return all(one == list(sizes.values()) for one in found)

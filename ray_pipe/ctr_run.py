@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from netsim.units import show_bandwidth, show_duration
 from ray_pipe.arms import compare
@@ -22,7 +20,7 @@ from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashb
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_checks import check_capacity, check_prune, check_rows
 from ray_pipe.ctr_metrics import ScoreCounts
-from ray_pipe.ctr_pipeline import CtrPipeline
+from ray_pipe.ctr_pipeline import CtrPipeline, rows_of, saved_rows
 from ray_pipe.ctr_table import compare_arms
 from ray_pipe.ctr_workload import (
     ClickTask,
@@ -41,7 +39,6 @@ from ray_pipe.results import results_of, write_all
 from ray_pipe.resume import Start
 from ray_pipe.shards import Shards, ShardTotals
 from ray_pipe.trained import Trained
-from stages.embedding.shard_folders import saved_shards
 
 
 @dataclass(kw_only=True)
@@ -195,7 +192,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                     if start is not None and start.checkpoint is not None:
                         pipeline.load_shards(start.checkpoint)
                     elif config.embedding.rows is not None:
-                        shards.fill(_first_rows(config), with_counts=False)
+                        shards.fill(_first_rows(config, shards.handles), with_counts=False)
                     shards.rows_from = partial(_saved_rows, config, one, start)
                     train(pipeline, one, observer)
                     checkpoints.end_steps(pipeline, one)
@@ -216,21 +213,16 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
     )
 
 
-def _first_rows(config: RunConfig) -> list[Any]:
+def _first_rows(config: RunConfig, shards: Sequence[Any]) -> list[Any]:
     """What all shards begin with, as the configuration says."""
-    if config.embedding.rows is None:
-        return []
-    saved = saved_shards(Path(config.embedding.rows))
-    return [np.frombuffer(one.read(), dtype=np.uint8) for one in saved]
+    return [] if config.embedding.rows is None else rows_of(Path(config.embedding.rows), shards)
 
 
-def _saved_rows(config: RunConfig, one: Clicked, start: Start | None) -> list[Any]:
+def _saved_rows(config: RunConfig, one: Clicked, start: Start | None, shard: Any) -> list[Any]:
     """The rows of the newest checkpoint, for a shard that died; without one, what it began with."""
     newest = None if one.saver is None else one.saver.newest
     newest = newest or (None if start is None else start.checkpoint)
-    if newest is None:
-        return _first_rows(config)
-    return [np.frombuffer(newest.read(name), dtype=np.uint8) for name in newest.shard_files()]
+    return _first_rows(config, [shard]) if newest is None else saved_rows(newest, [shard])
 
 
 def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:

@@ -221,6 +221,10 @@ class Pipeline:
 
         Rescue(self, item, failed.errors).recover()
 
+    def excuses(self, failure: Failure) -> bool:
+        """Whether something else than a stage was the cause, and was told of and mended."""
+        return False
+
     def _launch(self) -> None:
         for item in itertools.islice(self.queue, AHEAD):
             if not item.calls and len(item.results) < len(self.handles):

@@ -40,6 +40,9 @@ class Round:
     failure: Failure
     start: float
     lost: tuple[int, ...] = ()
+    excused: bool = False
+    """Somebody else was the cause, and has an entry."""
+
     warm: set[int] = field(default_factory=set)
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -78,13 +81,15 @@ class Rescue:
             )
             failure = replace(failure, at_s=at_s)
             limit = pipeline.arm.config.faults.max_failures
-            reason = verdict(failure, pipeline.failures, max_failures=limit)
-            pipeline.failures.append(failure)
+            excused = pipeline.excuses(failure)
+            reason = "" if excused else verdict(failure, pipeline.failures, max_failures=limit)
+            if not excused:
+                pipeline.failures.append(failure)
             if reason:
                 raise to_error(failure, doing=f"in step {self.step}", hint=reason)
             lost = tuple(sorted({*dead, *hung}))
             self.hung |= hung
-            self.rounds.append(Round(failure=failure, start=start, lost=lost))
+            self.rounds.append(Round(failure=failure, start=start, lost=lost, excused=excused))
             self._count("hear_out", time.monotonic() - start)
             try:
                 self._bring_back()
@@ -115,10 +120,13 @@ class Rescue:
             decision = self._restore(statuses)
         replayed = self._queue_again(decision.step)
         pipeline.attempt += 1
-        done = [self._done(one, decision, replayed) for one in self.rounds]
-        pipeline.failures[-len(done) :] = done
-        for failure in done:
-            pipeline.on_failure(failure)
+        # By place: somebody else than this rescue may have told of a failure meanwhile.
+        places = {id(failure): place for place, failure in enumerate(pipeline.failures)}
+        for one in self.rounds:
+            if not one.excused:
+                done = self._done(one, decision, replayed)
+                pipeline.failures[places[id(one.failure)]] = done
+                pipeline.on_failure(done)
 
     def _done(self, one: Round, decision: Decision, replayed: int) -> Failure:
         """The entry of a failure, now that the run goes on."""

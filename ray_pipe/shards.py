@@ -2,9 +2,10 @@
 
 Path: ray_pipe.ctr_run -> ray_pipe.shards -> stages.embedding.shard_actor
 
-A shard that dies takes its rows along. A thread watches all of them; a new process takes the place
-of a dead one, with the rows of the last checkpoint if there is one, and stage 0 asks it what the
-old one did not answer. Gradients of steps that the old one had served are lost, and counted.
+A shard that dies takes its rows along. A thread watches all of them (`shard_pulse`); a new process
+takes the place of one that is dead or does not answer, with the rows of the last checkpoint if
+there is one, and stage 0 asks it what the old one did not answer. Gradients of steps that the old
+one had served are lost, and counted.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_pipe.cluster import START_TIMEOUT_S
 from ray_pipe.errors import ClusterError, TrainingError
-from ray_pipe.failures import cause_of
+from ray_pipe.failures import cause_of, is_death
 from ray_pipe.ledger import Sent
 from ray_pipe.planner.placement import Node
 from ray_pipe.recovery import Failure
 from ray_pipe.same_source import refuse_other_source
+from ray_pipe.shard_pulse import Lost, Pulse
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard_actor import ShardPlace, remote_shard
 
 WATCH_S = 0.5
+_WORDS = {"died": "died", "hung": "did not answer"}
 SETTLE_S = 120.0
 FILL_S = 600.0
+CHECK_S = 60.0
+"""Until every shard has given a sign of life, or was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +101,18 @@ class Shards:
         self.on_replaced: Callable[[int, Failure], None] = lambda shard, failure: None
         """Told of a new process: stage 0 must learn of it."""
 
-        self.rows_from: Callable[[], Sequence[Any]] = tuple
-        """What a new process begins with: the shards of the last checkpoint, as bytes."""
+        self.rows_from: Callable[[Any], Sequence[Any]] = lambda shard: ()
+        """What a new process begins with: the shards of the last checkpoint, as bytes or paths."""
 
         self._spec: EmbeddingSpec | None = None
         self._places: list[ShardPlace] = []
+        self._infos: list[Any] = []
+        self._filled: dict[int, int] = {}
+        self._with_counts = False
+        """Whether shard 0 took over counters of a checkpoint that no book of it has told yet."""
+
+        self._pulse = Pulse()
+        self._changed = threading.Condition()
         self._books: list[dict[str, Any]] = []
         self._gone: list[dict[str, Any]] = []
         self._counted: Sent = {}
@@ -140,7 +152,7 @@ class Shards:
                 for index in range(spec.num_shards)
             ]
             self._books = [{} for _ in self.handles]
-            self._asked = {}
+            self._asked, self._with_counts = {}, False
             calls = [
                 handle.setup.remote(spec, place)
                 for handle, place in zip(self.handles, self._places, strict=True)
@@ -150,17 +162,36 @@ class Shards:
             except RayError as error:
                 raise ClusterError(f"the embedding shards did not start: {error}") from error
             refuse_other_source(infos)
+            self._infos = list(infos)
             return infos
 
     def fill(self, files: Sequence[Any], *, with_counts: bool = True) -> int:
-        """Give every shard its rows of a checkpoint; `with_counts`: of this very run."""
-        refs = [ray.put(file) for file in files]
-        num = len(self.handles)
-        calls = [handle.fill_from.remote(num, with_counts, None, *refs) for handle in self.handles]
-        try:
-            return sum(ray.get(calls, timeout=FILL_S))
-        except RayError as error:
-            raise TrainingError(f"the shards could not be filled: {cause_of(error)}") from error
+        """Give every shard its rows of a checkpoint: its files as bytes, or as paths.
+
+        `with_counts`: of this very run. A shard that dies meanwhile is replaced, and its successor
+        begins with the same files.
+        """
+        refs = [file if isinstance(file, str) else ray.put(file) for file in files]
+        with self._lock:
+            self.rows_from = lambda shard: refs
+            self._filled, self._with_counts = {}, with_counts
+            handles = list(self.handles)
+            calls = [
+                handle.fill_from.remote(len(handles), with_counts, None, *refs)
+                for handle in handles
+            ]
+        total = 0
+        for index, call in enumerate(calls):
+            try:
+                total += ray.get(call, timeout=FILL_S)
+            except RayError as error:
+                if not is_death(error) or not self._await_new(index, handles[index]):
+                    self.raise_error()
+                    raise TrainingError(
+                        f"the shards could not be filled: {cause_of(error)}"
+                    ) from error
+                total += self._filled[index]
+        return total
 
     # --- counting ---------------------------------------------------------------------------------
 
@@ -178,11 +209,37 @@ class Shards:
 
     def settle(self) -> Sent:
         """The same, after waiting for every shard."""
+        until_s = time.monotonic() + SETTLE_S
+        for index in range(len(self.handles)):
+            while time.monotonic() < until_s and not self._settled(index):
+                self.raise_error()
         with self._lock:
-            self._asked = {}
-            for index, handle in enumerate(self.handles):
-                self._note(index, handle.books.remote())
             return self._fresh()
+
+    def _settled(self, index: int) -> bool:
+        """Without the lock while it waits: the watch needs it to replace who does not answer."""
+        with self._lock:
+            handle = self.handles[index]
+            self._asked = {ref: who for ref, who in self._asked.items() if who != index}
+        try:
+            books = ray.get(handle.books.remote(), timeout=SETTLE_S)
+        except RayError as error:
+            return not is_death(error) or not self._await_new(index, handle)
+        with self._lock:
+            if self.handles[index] is handle:
+                self._books[index] = books
+        return True
+
+    def _await_new(self, index: int, old: Any) -> bool:
+        """Whether the watch has put a new process in the place of one that died."""
+        with self._changed:
+            return (
+                self._changed.wait_for(
+                    lambda: self.handles[index] is not old or self._error is not None,
+                    timeout=CHECK_S + START_TIMEOUT_S,
+                )
+                and self._error is None
+            )
 
     def totals(self) -> ShardTotals:
         """As of the last look."""
@@ -233,23 +290,40 @@ class Shards:
         if self._error is not None:
             raise self._error
 
+    def check(self) -> None:
+        """Return when every shard has given a sign of life, or was replaced; raise what could not
+        be mended. For whoever waits in vain and wonders whether a shard is the cause."""
+        now = time.monotonic()
+
+        def all_heard() -> bool:
+            heard = self._pulse.heard_s
+            return self._error is not None or all(
+                heard.get(index, 0.0) >= now for index in range(len(self.handles))
+            )
+
+        with self._changed:
+            self._changed.wait_for(all_heard, timeout=CHECK_S)
+        self.raise_error()
+
     def _watch_all(self) -> None:
         while not self._stop.wait(WATCH_S):
-            for index, handle in enumerate(list(self.handles)):
+            lost = self._pulse.beat(list(self.handles), list(self._infos), wait_s=WATCH_S)
+            for index, one in lost.items():
+                if self._stop.is_set() or not self._places:
+                    return
                 try:
-                    ray.get(handle.ping.remote(), timeout=SETTLE_S)
-                except RayError as error:
-                    if self._stop.is_set() or not self._places:
-                        return
-                    try:
-                        self._replace(index, error)
-                    except Exception as trouble:
-                        self._error = TrainingError(
-                            f"embedding shard {index} died and could not be replaced: {trouble}"
-                        )
-                        return
+                    self._replace(index, one)
+                except Exception as trouble:
+                    self._error = TrainingError(
+                        f"embedding shard {index} {_WORDS[one.kind]} and could not be replaced: "
+                        f"{trouble}"
+                    )
+            with self._changed:
+                self._changed.notify_all()
+            if self._error is not None:
+                return
 
-    def _replace(self, index: int, error: RayError) -> None:
+    def _replace(self, index: int, lost: Lost) -> None:
         start = time.monotonic()
         if 0 <= self._max_failures <= len(self.failures):
             raise TrainingError(
@@ -258,8 +332,7 @@ class Shards:
             )
         with self._lock:
             assert self._spec is not None
-            with contextlib.suppress(Exception):
-                ray.kill(self.handles[index])
+            self._pulse.end(index, self.handles, self._infos)
             old = self._places[index]
             place = ShardPlace(
                 index=index,
@@ -270,25 +343,29 @@ class Shards:
             )
             self._places[index] = place
             handle = self._start(index)
-            saved = self.rows_from()
-            ray.get(handle.setup.remote(self._spec, place), timeout=START_TIMEOUT_S)
+            saved = self.rows_from(handle)
+            info = ray.get(handle.setup.remote(self._spec, place), timeout=START_TIMEOUT_S)
             num_rows = 0
             if saved:
-                # What was counted is in the last books of the old process, and in the others'.
-                call = handle.fill_from.remote(len(self.handles), False, None, *saved)
+                base = max((book.get("touch_base", 0) for book in self._books), default=0)
+                call = handle.fill_from.remote(
+                    len(self.handles), self._is_uncounted(index), base or None, *saved
+                )
                 num_rows = ray.get(call, timeout=FILL_S)
             self.handles[index] = handle
+            self._infos[index], self._filled[index] = info, num_rows
+            self._pulse.born(index)
             self._gone.append(self._books[index])
             self._books[index] = {}
             self._asked = {ref: who for ref, who in self._asked.items() if who != index}
         rows = f"{num_rows:,} rows of the last checkpoint" if saved else "no rows"
         failure = ShardFailure(
-            kind="died",
+            kind=lost.kind,
             stage=self._num_stages + index,
             step=self.step,
             arm=self.arm,
             cause=(
-                f"embedding shard {index} died after step {self.step} ({type(error).__name__}); "
+                f"embedding shard {index} {_WORDS[lost.kind]} after step {self.step} ({lost.why}); "
                 f"its new process begins with {rows}, gradients that were under way to the old "
                 "one are lost and counted"
             ),
@@ -299,6 +376,12 @@ class Shards:
         )
         self.failures.append(failure)
         self.on_replaced(index, failure)
+
+    def _is_uncounted(self, index: int) -> bool:
+        """What was counted is in the last books of the old process, and in the others'; unless it
+        died before it told any."""
+        self._with_counts &= index != 0 or not self._books[index]
+        return self._with_counts
 
     def __enter__(self) -> Shards:
         return self

@@ -180,6 +180,7 @@ class Crew:
             check_infos=lambda infos: None,
             set_up=self._set_up,
             results=self._results,
+            excuses=lambda failure: False,
         )
         self.pipeline.on_failure = self.pipeline.told.append
 
@@ -243,6 +244,25 @@ def test_each_failure_on_the_way_back_says_where_the_run_went_on(
     assert first.recovery_s >= second.recovery_s
     assert set(first.phases) == set(second.phases) == {*PHASES}
     assert crew.pipeline.told == [first, second]
+
+
+def test_who_is_excused_has_no_entry_and_takes_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[({1}, set()), ({2}, set())])
+    crew.fail_at["status"] = [{2: ActorDiedError()}]
+
+    def excuses(failure: Any) -> bool:
+        if failure.stage == 2:
+            crew.pipeline.failures.append("of a shard, meanwhile")
+        return failure.stage == 2
+
+    crew.pipeline.excuses = excuses
+    first, meanwhile = crew.recover()
+
+    assert meanwhile == "of a shard, meanwhile"
+    assert (first.stage, first.resumed_from) == (1, 6)
+    assert crew.pipeline.told == [first]
 
 
 def test_a_failure_that_ends_the_run_on_the_way_back_says_so(

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
 
+from ray_pipe import ctr_pipeline
 from ray_pipe import shards as module
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_run import _saved_rows
+from ray_pipe.shard_pulse import Lost
 from ray_pipe.shards import Shards
 from stages.embedding.row_rules import Sgd
 from stages.embedding.shard import Shard
@@ -34,13 +35,13 @@ class Actor:
             tau=0,
             core="twin",
         )
-        for name in ("setup", "fill_from", "books", "ping"):
+        for name in ("setup", "fill_from", "books", "ping", "sizes"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     def _setup(self, *_: Any) -> dict[str, str]:
-        return {"source": "same"}
+        return {"source": "same", "node": str(self.index)}
 
-    def _fill_from(self, num_shards: int, with_counts: bool, *files: Any) -> int:
+    def _fill_from(self, num_shards: int, with_counts: bool, _: int | None, *files: Any) -> int:
         return fill_shard(self.shard, files, num_shards=num_shards, with_counts=with_counts)
 
     def _books(self) -> dict[str, Any]:
@@ -48,6 +49,9 @@ class Actor:
 
     def _ping(self) -> int:
         return self.index
+
+    def _sizes(self, paths: list[str]) -> list[int]:
+        return [Path(path).stat().st_size if self.index else -1 for path in paths]
 
     def train(self, tickets: range) -> None:
         for ticket in tickets:
@@ -75,11 +79,11 @@ def test_counters_go_on_when_a_shard_is_replaced_from_a_checkpoint(two: Shards, 
     for actor in two.handles:
         actor.train(range(1, 8))
     saved = [np.frombuffer(pack_shard(actor.shard), np.uint8) for actor in two.handles]
-    two.rows_from = lambda: saved
+    two.rows_from = lambda shard: saved
     two.settle()
     before = two.totals()
 
-    two._replace(dead, RayActorError())
+    two._replace(dead, Lost("died", "killed"))
     two.settle()
     assert two.totals().staleness == before.staleness == {0: 14}
     two.handles[dead].train(range(10, 13))
@@ -100,14 +104,39 @@ def test_counters_go_on_when_all_shards_begin_from_a_checkpoint(two: Shards) -> 
     assert two.totals().staleness == {0: 14}
 
 
-def test_a_shard_that_dies_before_the_first_checkpoint_begins_with_the_rows_of_the_start(
-    tmp_path: Path,
+@pytest.mark.parametrize("has_told", [False, True])
+def test_counters_of_a_checkpoint_are_taken_over_once_whoever_dies(
+    two: Shards, has_told: bool
 ) -> None:
+    for actor in two.handles:
+        actor.train(range(1, 8))
+    saved = [np.frombuffer(pack_shard(actor.shard), np.uint8) for actor in two.handles]
+    two.handles = [Actor(0), Actor(1)]
+    fake: Any = module.ray
+    fake.put = lambda file: file
+    two.fill(saved)
+    if has_told:
+        two.settle()
+
+    for dead in (0, 1, 0):
+        two._replace(dead, Lost("died", "killed"))
+        two.settle()
+        assert two.totals().staleness == {0: 14}
+
+
+def test_a_shard_that_dies_before_the_first_checkpoint_begins_with_the_rows_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(get=lambda value, timeout=None: value)
+    monkeypatch.setattr(ctr_pipeline, "ray", fake)
     group = [Actor(0).shard, Actor(1).shard]
     save_shards(group, tmp_path)
     one: Any = SimpleNamespace(saver=None)
     config = RunConfig.from_dict({"task": "ctr", "embedding.rows": str(tmp_path)})
 
-    files = _saved_rows(config, one, None)
+    blind, seeing = Actor(0), Actor(1)
+    files = _saved_rows(config, one, None, blind)
     assert [bytes(file) for file in files] == [pack_shard(shard) for shard in group]
-    assert _saved_rows(RunConfig.from_dict({"task": "ctr"}), one, None) == []
+    paths = _saved_rows(config, one, None, seeing)
+    assert [Path(path).read_bytes() for path in paths] == [bytes(file) for file in files]
+    assert _saved_rows(RunConfig.from_dict({"task": "ctr"}), one, None, seeing) == []
