@@ -97,18 +97,24 @@ enum class Mutant {
   reused_slot_unchecked,    // a commit does not ask whose row the slot holds
   failed_unpublished,       // a failed validation keeps its stamp to itself
   first_candidate_only,     // a slot that was returned under a reader ends its search in a bucket
+  lane_local_init,          // a new row is drawn from who makes it, not from its key
+  cell_freed_twice,         // now and then
+  cell_forgotten,           // now and then a cell is not given back
 };
 extern std::atomic<Mutant> mutant;
 void protocol_point();
 bool allocation_fails();
+uint64_t draw();  // of this thread's own dice
 #define MUTANT(name) (::ray_pipe::rows::mutant.load(std::memory_order_relaxed) == \
                       ::ray_pipe::rows::Mutant::name)
 #define POINT() ::ray_pipe::rows::protocol_point()
 #define ALLOCATION_FAILS() ::ray_pipe::rows::allocation_fails()
+#define DRAW() ::ray_pipe::rows::draw()
 #else
 #define MUTANT(name) false
 #define POINT() static_cast<void>(0)
 #define ALLOCATION_FAILS() false
+#define DRAW() 0
 #endif
 
 }  // namespace ray_pipe::rows

@@ -208,6 +208,9 @@ void Store::release(Worker& worker, Version* version) {
     return;
   }
   const int size_class = arena.class_at(slab);
+  if (MUTANT(cell_forgotten) && DRAW() % 1000 == 0) return;
+  if (MUTANT(cell_freed_twice) && DRAW() % 1000 == 0)
+    worker.cells[size_class].free.push_back(version);
   worker.cells[size_class].free.push_back(version);
   if (worker.cells[size_class].free.size() > spare_cells(arena, size_class))
     share(worker, size_class);

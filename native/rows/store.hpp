@@ -131,6 +131,7 @@ class Store {
 
  private:
   friend class Closed;
+  friend struct Auditor;  // of the stress program
   static constexpr int kMaxWorkers = 128, kMaxSnapshots = 256;
   void expire_oldest(uint64_t limit);
   void gather(Worker& worker);

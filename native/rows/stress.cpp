@@ -44,6 +44,7 @@ void protocol_point() {
   if (dice() % 8) std::this_thread::yield();
   else std::this_thread::sleep_for(std::chrono::microseconds(20));
 }
+uint64_t draw() { return dice(); }
 bool allocation_fails() {
   const int every = fail_every.load(std::memory_order_relaxed);
   return every && dice() % static_cast<unsigned>(every) == 0;
@@ -668,6 +669,14 @@ void training() {
   expect(evict(store, *worker, table, 100000, kIdle) == rows, "every row can be evicted");
 }
 
+}  // namespace
+}  // namespace ray_pipe::rows
+
+#include "stress_rows.hpp"
+
+namespace ray_pipe::rows {
+namespace {
+
 const std::map<std::string, std::function<void()>> kTests = {
     {"history_sequential", [] { history(How::sequential, 12, false, 15); }},
     {"history_step", [] { history(How::step, 12, false, 15); }},
@@ -686,6 +695,8 @@ const std::map<std::string, std::function<void()>> kTests = {
     {"growth", growth},
     {"bad_alloc", bad_alloc},
     {"training", training},
+    {"same_beginning", same_beginning},
+    {"cells", cells},
 };
 const std::map<std::string, Mutant> kMutants = {
     {"none", Mutant::none},
@@ -705,6 +716,9 @@ const std::map<std::string, Mutant> kMutants = {
     {"reused_slot_unchecked", Mutant::reused_slot_unchecked},
     {"failed_unpublished", Mutant::failed_unpublished},
     {"first_candidate_only", Mutant::first_candidate_only},
+    {"lane_local_init", Mutant::lane_local_init},
+    {"cell_freed_twice", Mutant::cell_freed_twice},
+    {"cell_forgotten", Mutant::cell_forgotten},
 };
 
 }  // namespace

@@ -119,7 +119,8 @@ Word* Table::find(uint64_t hash, int64_t key) {
 // Counter based: element d of a row depends on (seed, table, key, d) and nothing else. `normal` is
 // the sum of twelve 16 bit uniform numbers: exact integers, so every machine gets the same bits.
 void Table::init(int64_t key, float* out) const {
-  const uint64_t row = mix(static_cast<uint64_t>(key) * kGolden + init_salt_);
+  uint64_t row = mix(static_cast<uint64_t>(key) * kGolden + init_salt_);
+  if (MUTANT(lane_local_init)) row = mix(row + DRAW());
   const float mean = static_cast<float>(config.init_mean);
   const float scale = static_cast<float>(config.init_scale);
   for (uint32_t d = 0; d < config.dim; ++d) {
