@@ -241,9 +241,10 @@ def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
             one.tau = max(one.tau, records[0].embedding.get("tau", 0))
             one.client = dict(records[0].embedding)
             one.totals = pipeline.shards.totals()
-            auc = {} if one.scores is None else {"auc": one.scores.auc()}
+            scored = one.evaluations[-1:]
+            held_out = [{"auc": auc, "log_loss": log_loss} for _, _, auc, log_loss in scored]
             line = row.as_dict()
-            line["embedding"] = {**line.get("embedding", {}), **auc}
+            line["embedding"] = {**line.get("embedding", {}), **dict(*held_out)}
             observer.on_step(one.arm.name, line)
         observer.on_phase(f"{one.arm.name}: scoring the held-out samples")
         one.client = pipeline.settle_embeddings()

@@ -79,7 +79,8 @@ class EmbeddingConfig:
     trained in step with it, at its learning rate; 0: none."""
 
     columns: str | None = None
-    """What the columns of a plain CSV file are: `label=clicked; dense=age; ids=user,item`."""
+    """What the columns of a plain CSV file are: `label=clicked; dense=age; ids=user,item`; or the
+    settings of another format: `format=libsvm; fields=user:0-942; dense=943; threshold=4`."""
 
     split: Literal["seed", "time"] = "seed"
     """Which samples are held out for testing: a seeded share, or the latest."""
@@ -155,9 +156,7 @@ def check_ctr(config: RunConfig) -> list[str]:
         if not path.stat().st_size:
             raise ConfigError(f"--data {source}: the file is empty.")
     elif embedding.columns is not None:
-        raise ConfigError(
-            "--columns describes a CSV file, but no file was given; add --data FILE.csv."
-        )
+        raise ConfigError("--columns describes a file, but no file was given; add --data FILE.")
     checks.check_folder(config.out, flag="--out")
     saves = config.checkpoint
     if saves.every is not None and saves.dir is not None and "://" not in saves.dir:

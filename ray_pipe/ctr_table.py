@@ -21,14 +21,25 @@ def _when(key: str, show: Callable[[float], str]) -> Callable[[Arm], str]:
     return cell
 
 
+MAX_AGES = 4
+
+
 def _staleness(arm: Arm) -> str:
-    """Largest and mean age of rows."""
+    """How many updates were how stale: `0:63% 1:30% 2:7%`. Of many ages the most frequent ones,
+    and the largest."""
     histogram = {int(age): num for age, num in (arm.get("staleness_histogram") or {}).items()}
     total = sum(histogram.values())
     if not total:
         return NONE
-    mean = sum(age * num for age, num in histogram.items()) / total
-    return f"{max(histogram)} / {mean:.1f}"
+    frequent = sorted(sorted(histogram, key=lambda age: -histogram[age])[:MAX_AGES])
+    parts = [f"{age}:{_share(histogram[age] / total)}" for age in frequent]
+    if len(histogram) > MAX_AGES:
+        parts.append(f"max {max(histogram)}")
+    return "\n".join(" ".join(parts[at : at + 2]) for at in range(0, len(parts), 2))
+
+
+def _share(share: float) -> str:
+    return "<1%" if share < 0.005 else f"{100 * share:.0f}%"
 
 
 def _size(nbytes: float) -> str:
@@ -45,7 +56,8 @@ COLUMNS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
     ("bytes per\nsample", _when("bytes_per_sample", _size)),
     ("rows", _when("rows", show_amount)),
     ("rows'\nmemory", _when("row_bytes", _size)),
-    ("staleness\nmax / mean", _staleness),
+    ("resident\nmemory", _when("resident_bytes", _size)),
+    ("staleness", _staleness),
 )
 
 
@@ -123,4 +135,6 @@ def progress_text(row: Mapping[str, Any]) -> str:
         parts.append(f"stale {shown} of {embedding.get('tau')}")
     if (auc := number(embedding.get("auc"))) is not None:
         parts.append(f"AUC {auc:.4f}")
+    if (log_loss := number(embedding.get("log_loss"))) is not None:
+        parts.append(f"log-loss {log_loss:.4f}")
     return "  ".join(parts)

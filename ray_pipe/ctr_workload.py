@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from netsim.topology import Topology
 from ray_pipe.config import RunConfig
-from ray_pipe.ctr_columns import ColumnSpec
 from ray_pipe.ctr_data import (
     CtrBatch,
     CtrSamples,
@@ -27,9 +26,10 @@ from ray_pipe.ctr_data import (
     split_by_seed,
     split_by_time,
 )
-from ray_pipe.ctr_formats import guess, load
+from ray_pipe.ctr_formats import load
 from ray_pipe.ctr_section import SYNTHETIC, num_nodes
 from ray_pipe.ctr_small import SmallRows, SmallTables
+from ray_pipe.ctr_spec import form_of
 from ray_pipe.ctr_synthetic import SyntheticCtr, SyntheticSpec
 from ray_pipe.data import Batch, Order
 from ray_pipe.errors import ConfigError
@@ -186,7 +186,7 @@ def _synthetic_spec(config: RunConfig) -> SyntheticSpec:
 
 def _read(config: RunConfig) -> CtrSamples:
     path, columns = config.data.source, config.embedding.columns
-    samples = load(path, ColumnSpec.parse(columns) if columns else guess(path))
+    samples = load(path, form_of(path, columns))
     num = config.data.num_samples
     if num is None or num >= len(samples):
         return samples

@@ -141,7 +141,8 @@ def test_a_shard_that_dies_while_it_is_filled_is_filled_again(
     (arm,), (right,) = outcome.results["arms"], whole.results["arms"]
     (text,) = [warning for warning in observer.warnings if "embedding shard 0 died" in warning]
     assert re.search(r"begins with [\d,]+ rows of the last checkpoint", text)
-    assert arm["losses"] == right["losses"]  # nothing was under way: to the bit
+    # Nothing was under way: to the bit, but for the times.
+    assert [loss for _, _, loss in arm["losses"]] == [loss for _, _, loss in right["losses"]]
     assert arm["auc"] == right["auc"]
 
 

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import ray
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ray_pipe import rec
-from ray_pipe.checkpoint_files import CheckpointError
+from ray_pipe.checkpoint_files import MANIFEST, CheckpointError
 from ray_pipe.cluster import StageActors, nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_run import run
 from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
 from ray_pipe.errors import ConfigError
-from ray_pipe.models.dlrm import dlrm_blocks
 from ray_pipe.plans import optim_spec
 from ray_pipe.shards import Shards
 from ray_pipe.trainer import Silent
 from stages.embedding.row_store import RowStore
+from stages.embedding.shard_stream import read_shard
 from stages.embedding.step_clicks import pool
 from stages.loss import binary_cross_entropy
 from stages.optim import make_optimizer, set_lr
@@ -74,7 +74,7 @@ def single_process(
         )
         for table in task.tables
     }
-    model = nn.Sequential(*dlrm_blocks(task.shape, seed=own.seed))
+    model = task.workload.build(0, task.workload.num_blocks)
     optimizer = make_optimizer(optim_spec(own), model.parameters())
     samples: Any = task.workload.samples
     losses = []
@@ -110,10 +110,16 @@ def single_process(
     return losses, dict(model.state_dict()), store
 
 
+@pytest.mark.parametrize(
+    ("replicate", "sharded"),
+    [(0, ("id0", "id1", "id2", "id3", "id4")), (200, ("id0", "id1", "id2"))],
+    ids=["all tables on shards", "small tables with the dense net"],
+)
 def test_tau_zero_on_two_shards_and_two_stages_is_a_single_process_to_the_bit(
-    cluster: None,
+    cluster: None, replicate: int, sharded: tuple[str, ...]
 ) -> None:
-    own = config(**{"embedding.staleness": "0", "embedding.wire": "fp32"})
+    synchronous = {"embedding.staleness": "0", "embedding.wire": "fp32"}
+    own = config(**synchronous, **{"embedding.replicate": replicate})
     with pipeline_of(own) as (pipeline, task, arm):
         losses = [records[-1].loss for records in pipeline.train()]
         numbers = pipeline.settle_embeddings()
@@ -125,6 +131,7 @@ def test_tau_zero_on_two_shards_and_two_stages_is_a_single_process_to_the_bit(
         pipeline.shards.settle()
         histogram = dict(pipeline.shards.totals().staleness)
 
+    assert task.features == sharded
     expected, weights, store = single_process(own, task, arm)
     assert losses == expected
     ours = [tensor for state in states for tensor in state["module"].values()]
@@ -177,6 +184,27 @@ def test_a_run_resumed_on_another_number_of_shards_is_the_unbroken_one_to_the_bi
     (part / "shard_1_of_2.safetensors").write_bytes(data[:-100])
     with pytest.raises(CheckpointError, match=r"shard_1_of_2.safetensors has .* bytes.*cut off"):
         run(config(**plain, **{"checkpoint.resume": str(part), "name": "cut"}), Silent())
+
+
+def test_checkpoints_during_stale_training_are_one_version_each_and_the_manifest_is_last(
+    cluster: None, tmp_path: Path
+) -> None:
+    """tau = 8 over slow links: steps are under way at every moment; a checkpoint waits for them."""
+    stale = {"embedding.staleness": "8", "network.latency": "20ms", "embedding.wire": "fp32"}
+    own = config(**stale, **{"checkpoint.every": 4, "checkpoint.keep": 9, "out": str(tmp_path)})
+    (arm,) = run(own, Silent()).results["arms"]
+
+    folders = sorted(tmp_path.glob("*/checkpoints/hybrid/checkpoint_*"))
+    assert [folder.name for folder in folders] == [
+        f"checkpoint_{step:06d}" for step in (4, 8, own.steps)
+    ]
+    for step, folder in zip((4, 8, own.steps), folders, strict=True):
+        files = sorted(folder.glob("shard_*"))
+        saved = [read_shard(file.read_bytes()) for file in files]
+        assert [one.about["version"] for one in saved] == [step] * 2
+        last = max(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        assert last.name == MANIFEST
+    assert arm["staleness_max"] > 0
 
 
 def test_rows_that_do_not_fit_are_spilled_and_the_run_is_the_same_to_the_bit(

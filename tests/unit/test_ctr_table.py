@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ray_pipe.ctr_table import compare_arms, progress_text, verdict
+from ray_pipe.ctr_table import COLUMNS, compare_arms, progress_text, verdict
 from ray_pipe.metrics import StepRow
 from ray_pipe.monitoring.catalogue import BY_NAME
 from ray_pipe.monitoring.readings import of_step
 from ray_pipe.report import render_report
-from ray_pipe.results_table import show_results
+from ray_pipe.results_table import NONE, show_results
 
 
 def arm(name: str, **changes: Any) -> dict[str, Any]:
@@ -96,8 +96,28 @@ def test_the_table_fits_a_plain_terminal_with_every_column() -> None:
 
     text = out.getvalue()
     assert "…" not in text
-    for cell in ("hybrid", "0.7631", "0.8449", "8.54k", "3.20x", "350 B", "17.5k", "3 / 2.7"):
+    for cell in (
+        "hybrid",
+        "0.7631",
+        "0.8449",
+        "8.54k",
+        "3.20x",
+        "350 B",
+        "17.5k",
+        "617 MB",
+        "3:77%",
+    ):
         assert cell in text
+
+
+def test_of_many_ages_the_frequent_ones_and_the_largest_are_shown() -> None:
+    column = dict(COLUMNS)["staleness"]
+    many = {str(age): 100 - age for age in range(40)} | {"63": 1}
+
+    assert column(arm("x", staleness_histogram={"0": 63, "1": 30, "2": 7})) == "0:63% 1:30%\n2:7%"
+    assert column(arm("x", staleness_histogram=many)) == "0:3% 1:3%\n2:3% 3:3%\nmax 63"
+    assert column(arm("x", staleness_histogram={"0": 999, "1": 1})) == "0:100% 1:<1%"
+    assert column(arm("x", staleness_histogram={})) == NONE
 
 
 def test_the_progress_line_tells_bytes_rows_memory_staleness_and_the_last_auc() -> None:
@@ -106,11 +126,14 @@ def test_the_progress_line_tells_bytes_rows_memory_staleness_and_the_last_auc() 
         "bytes": {"activation": 250_000, "embedding": 111_000},
         "embedding": {
             "rows": 17_500, "row_bytes": 3_010_000, "tau": 2, "staleness": {"1": 1, "2": 1},
-            "auc": 0.7497,
+            "auc": 0.7497, "log_loss": 0.5763,
         },
     }  # fmt: skip
 
-    assert progress_text(line) == "361 B/sample  17.5k rows (3.01 MB)  stale 1-2 of 2  AUC 0.7497"
+    assert (
+        progress_text(line)
+        == "361 B/sample  17.5k rows (3.01 MB)  stale 1-2 of 2  AUC 0.7497  log-loss 0.5763"
+    )
     assert progress_text({"num_tokens": 5}) == ""
 
 
