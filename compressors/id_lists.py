@@ -14,16 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from compressors.base import CodecError, Packet
+from compressors.wire_kernels import dedupe as dedupe
 
 Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 CODEC = "ids"
-
-
-def dedupe(ids: Ids) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Distinct ids in rising order, the place of each occurrence among them, and how often."""
-    unique, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
-    return unique, inverse.reshape(-1).astype(np.int64), counts.astype(np.int64)
 
 
 def encode_ids(ids: Ids) -> Packet:

@@ -13,7 +13,7 @@ import os
 from types import ModuleType, TracebackType
 from typing import Any, Literal
 
-NATIVE_ABI = 2
+NATIVE_ABI = 3
 """Of `ray_pipe_native`; raised when one of its entry points changes."""
 
 _log = logging.getLogger("ray_pipe")

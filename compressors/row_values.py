@@ -17,17 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from compressors import wire_kernels
 from compressors.base import CodecError, Packet
+from compressors.wire_kernels import NotFinite, row_exponents
 
+__all__ = ["FORMATS", "NonFiniteRows", "decode_rows", "encode_rows", "row_exponents"]
 F32 = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 FORMATS = ("fp32", "fp16-rowscale", "int8")
-_SMALLEST_STEP = np.float32(2.0**-126)
-_LARGEST_STEP = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
-"""Of int8: normal numbers, and 127 of them still finite."""
-
-_TOP_EXPONENT, _TOP_HALF = -113, 32752
-"""Where the next half float up, 32768, would scale back to infinity."""
 
 
 class NonFiniteRows(CodecError):
@@ -51,21 +48,21 @@ def encode_rows(rows: F32, *, values: str = "fp16-rowscale", mask: Mask | None =
     if mask is not None:
         _check_mask(mask, rows.shape)
         rows = np.where(mask, rows, np.float32(0))
-    finite = np.isfinite(rows).all(axis=1)
-    if not finite.all():
-        raise NonFiniteRows(tuple(np.flatnonzero(~finite).tolist()), len(rows))
-    codes, scales = rows, b""
+    codes: npt.NDArray[Any] = rows
+    scales = b""
     meta: dict[str, Any] = {}
-    if values == "fp16-rowscale":
-        exponents = row_exponents(rows)
-        codes = np.ldexp(rows, exponents[:, None]).astype(np.float16)
-        top = exponents == _TOP_EXPONENT
-        codes[top] = np.clip(codes[top], -_TOP_HALF, _TOP_HALF)
-        scales, meta = _pack_exponents(exponents)
-    elif values == "int8":
-        steps = np.clip(_largest(rows) / np.float32(127), _SMALLEST_STEP, _LARGEST_STEP)
-        codes = np.clip(np.rint(rows / steps[:, None]), -127, 127).astype(np.int8)
-        scales = steps.tobytes()
+    try:
+        if values == "fp16-rowscale":
+            codes, exponents = wire_kernels.half_rows(rows)
+            scales, meta = _pack_exponents(exponents)
+        elif values == "int8":
+            codes, steps = wire_kernels.int8_rows(rows)
+            scales = steps.tobytes()
+        elif not np.isfinite(rows).all():
+            raise NotFinite
+    except NotFinite:
+        bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        raise NonFiniteRows(tuple(bad.tolist()), len(rows)) from None
     body = codes[mask] if mask is not None else codes
     return Packet(
         codec=values, shape=rows.shape, meta=meta, parts=(np.ascontiguousarray(body).data, scales)
@@ -91,35 +88,20 @@ def decode_rows(packet: Packet, *, mask: Mask | None = None) -> F32:
     else:
         codes = np.zeros((num, dim), dtype)
         codes[mask] = body
-    if packet.codec == "fp16-rowscale":
-        exponents = _read_exponents(packet, num)
-        with np.errstate(over="ignore", invalid="ignore"):  # of damaged packets, refused below
-            rows = np.ldexp(codes.astype(np.float32), -exponents[:, None])
-    elif packet.codec == "int8":
-        if memoryview(packet.parts[1]).nbytes != 4 * num:
-            raise CodecError(f"int8: {num} rows have as many scales")
-        steps = np.frombuffer(packet.parts[1], np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            rows = codes.astype(np.float32) * steps[:, None]
-    else:
-        rows = codes.astype(np.float32)
-    if not np.isfinite(rows).all():
-        raise CodecError(f"{packet.codec}: rows that are not finite; no encoder here sends them")
-    return np.asarray(rows, np.float32)
-
-
-def row_exponents(rows: F32) -> npt.NDArray[np.int32]:
-    """log2 of the power of two that brings each row's largest value into (16384, 32768]."""
-    largest = _largest(rows)
-    fraction, exponent = np.frexp(largest)  # largest = fraction * 2**exponent, 0.5 <= fraction < 1
-    exponent = exponent - (fraction == np.float32(0.5))
-    return np.where(largest > 0, 15 - exponent, 0).astype(np.int32)
-
-
-def _largest(rows: F32) -> F32:
-    if rows.shape[1] == 0:
-        return np.zeros(len(rows), np.float32)
-    return np.asarray(np.abs(rows).max(axis=1), np.float32)
+    try:
+        if packet.codec == "fp16-rowscale":
+            return wire_kernels.rows_of_half(codes, _read_exponents(packet, num))
+        if packet.codec == "int8":
+            if memoryview(packet.parts[1]).nbytes != 4 * num:
+                raise CodecError(f"int8: {num} rows have as many scales")
+            return wire_kernels.rows_of_int8(codes, np.frombuffer(packet.parts[1], np.float32))
+        if not np.isfinite(codes).all():
+            raise NotFinite
+    except NotFinite:
+        raise CodecError(
+            f"{packet.codec}: rows that are not finite; no encoder here sends them"
+        ) from None
+    return codes.astype(np.float32)
 
 
 def _pack_exponents(exponents: npt.NDArray[np.int32]) -> tuple[bytes, dict[str, Any]]:

@@ -5,11 +5,12 @@
 #include "bind.hpp"
 
 // Raised when an entry point changes; the facades refuse a module built for another number.
-constexpr int kAbi = 2;
+constexpr int kAbi = 3;
 
 NB_MODULE(ray_pipe_native, m) {
   m.attr("ABI") = kAbi;
   ray_pipe::bind_kernels(m);
   ray_pipe::bind_rows(m);
   ray_pipe::bind_crc32(m);
+  ray_pipe::bind_wire(m);
 }

@@ -106,6 +106,17 @@ def delta_decode_rows(
     /,
 ) -> int: ...
 
+# --- rows and ids on the wire; their facade is compressors.wire_kernels ---------------------------
+
+def rows_to_half(rows: int, num: int, dim: int, codes: int, exponents: int, /) -> int: ...
+def half_to_rows(codes: int, exponents: int, num: int, dim: int, rows: int, /) -> int: ...
+def rows_to_int8(
+    rows: int, num: int, dim: int, smallest: float, largest: float, codes: int, steps: int, /
+) -> int: ...
+def int8_to_rows(codes: int, steps: int, num: int, dim: int, rows: int, /) -> int: ...
+def dedupe(ids: int, num: int, unique: int, inverse: int, counts: int, /) -> int:
+    """Returns how many are distinct."""
+
 # --- the row store; its facade is stages.embedding.row_store --------------------------------------
 
 ROWS_ABI: int

@@ -90,6 +90,44 @@ def test_with_another_number_of_shards_the_next_hundred_steps_are_the_same_to_th
     assert rows_of(after) == rows_of(before)
 
 
+PRUNED = ChunkPrune(chunk=4, ratio=0.2, warmup=8, every=20)
+
+
+def test_prunes_within_the_hundred_steps_are_the_same_to_the_bit_on_as_many_shards(
+    tmp_path: Path,
+) -> None:
+    before, after = (shards(2, optimizer=RowAdagrad(lr=0.1), prune=PRUNED) for _ in range(2))
+    train(before, 0, 10)
+    for shard in after:
+        load_shard(shard, written(before, tmp_path), num_shards=2)
+
+    train(before, 10, 100)
+    train(after, 10, 100)
+
+    assert [len(shard.cuts) for shard in after] == [5] * 2
+    assert rows_of(after) == rows_of(before)
+
+
+def test_on_another_number_of_shards_each_makes_its_own_cut_and_the_sum_keeps_the_target(
+    tmp_path: Path,
+) -> None:
+    """The limit that docs/embeddings.md states: which chunks go is decided shard by shard."""
+    before, after = (shards(num, optimizer=RowAdagrad(lr=0.1), prune=PRUNED) for num in (2, 3))
+    train(before, 0, 10)
+    for shard in after:
+        load_shard(shard, written(before, tmp_path), num_shards=3)
+    assert rows_of(after) == rows_of(before)
+
+    train(before, 10, 100)
+    train(after, 10, 100)
+
+    assert rows_of(after) != rows_of(before)
+    assert set(rows_of(after)) == set(rows_of(before))
+    for group in (before, after):
+        cuts = [shard.cuts[-1] for shard in group]
+        assert sum(cut.bytes_after for cut in cuts) <= sum(cut.target_bytes for cut in cuts)
+
+
 def test_mutant_a_checkpoint_without_adam_s_step_count_does_not_go_on_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
