@@ -44,6 +44,7 @@ SPEAK_RAY = {
     "ray_pipe.joining",
     "ray_pipe.rescue",
     "ray_pipe.spares",
+    "ray_pipe.shard_pulse",
     "ray_pipe.shards",
     "ray_pipe.preflight",
     "ray_pipe.monitoring.exporter",

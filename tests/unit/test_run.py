@@ -261,7 +261,7 @@ ADAM = ["--replicas", "4", "--sync", "quantized-adam", "--steps", "10", "--set"]
         (["--task", "ctr", "--compare", "fp32"], ["compare lists fp32", "--codec", "--wire"]),
         (["--task", "ctr", "--data", "none.tsv"], ["no such file", "Criteo", "synthetic"]),
         (["--task", "ctr", "--data", "pydoc"], ["pydoc is text", "--data synthetic"]),
-        (["--task", "ctr", "--columns", "label=x; ids=y"], ["--columns", "--data FILE.csv"]),
+        (["--task", "ctr", "--columns", "label=x; ids=y"], ["--columns", "--data FILE"]),
         (["--task", "ctr", "--transport", "refs"], ["--transport push"]),
         (["--task", "ctr", "--model", "gpt2"], ["--model gpt2", "DLRM", "embedding.dim"]),
         (["--task", "ctr", "--recompute"], ["--recompute", "leave it out"]),
