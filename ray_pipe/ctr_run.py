@@ -103,6 +103,7 @@ class Clicked(Trained):
             "lost_pushes": so_far("lost_pushes", self.client.get("lost_pushes", 0)),
             "lost_versions": so_far("lost_versions", self.client.get("lost_versions", 0)),
             "refused_pushes": so_far("refused_pushes", self.client.get("refused", 0)),
+            "replayed_pushes": so_far("replayed_pushes", totals.replayed),
             "dropped_gradients": totals.dropped_rows,
             "prunes": totals.prunes,
             "evicted_rows": so_far("evicted_rows", totals.evictions),

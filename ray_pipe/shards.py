@@ -65,6 +65,9 @@ class ShardTotals:
     dropped_rows: int = 0
     lost_pushes: int = 0
     refused_pushes: int = 0
+    replayed: int = 0
+    """Parts of steps that were run again after a dense failure, and were not applied again."""
+
     prunes: int = 0
     alive_chunks: int = 0
     evictions: int = 0
@@ -257,6 +260,7 @@ class Shards:
                 total.dropped_rows += books["dropped_rows"]
                 total.lost_pushes += books["lost_pushes"]
                 total.refused_pushes += books["refused_pushes"]
+                total.replayed += books["replayed"]
                 total.evictions += books["evictions"]
                 total.recalled += books["recalled"]
         return total
