@@ -6,8 +6,8 @@
 The bytes are a safetensors file. Each table is one array of bytes with a line for each row: the
 key, when it was used last, and the whole row as the store keeps it. Lines come in the order of the
 store's hashes, so that nothing needs to be held or sorted to write them; only a table that
-remembers its order of use (`evict`, `spill`) takes 24 bytes a row for it, while it is written or
-read.
+remembers its order of use (`evict`, `spill`) takes some 35 bytes a row for it, while it is written
+or read.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class _Lines:
 
     def chunks(self, snapshot: Snapshot) -> Iterator[memoryview]:
         if self.order is not None:
-            by_key = np.argsort(self.order[0], kind="stable")
-            known, when = self.order[0][by_key], self.order[1][by_key]
+            known, when = self.order
+            by_key = np.argsort(known, kind="stable")
+            known[:], when[:] = known[by_key], when[by_key]  # in place: there may be many
+            del by_key
         num = 0
         for part in self.scan(snapshot):
             lines = np.zeros((len(part), HEAD + self.width), np.uint8)
