@@ -111,6 +111,7 @@ class Shards:
         self._places: list[ShardPlace] = []
         self._infos: list[Any] = []
         self._filled: dict[int, int] = {}
+        self._touch_base: int | None = 0
         self._with_counts = False
         """Whether shard 0 took over counters of a checkpoint that no book of it has told yet."""
 
@@ -145,6 +146,7 @@ class Shards:
         """Empty shards for an arm."""
         with self._lock:
             self._spec, self._counted, self._gone = spec, {}, []
+            self._touch_base = 0
             self._places = [
                 ShardPlace(
                     index=index,
@@ -178,15 +180,17 @@ class Shards:
         with self._lock:
             self.rows_from = lambda shard: refs
             self._filled, self._with_counts = {}, with_counts
+            self._touch_base = None  # all shards find it in the files, a new one too
             handles = list(self.handles)
             calls = [
                 handle.fill_from.remote(len(handles), with_counts, None, *refs)
                 for handle in handles
             ]
-        total = 0
+        total, base = 0, 0
         for index, call in enumerate(calls):
             try:
-                total += ray.get(call, timeout=FILL_S)
+                num_rows, base = ray.get(call, timeout=FILL_S)
+                total += num_rows
             except RayError as error:
                 if not is_death(error) or not self._await_new(index, handles[index]):
                     self.raise_error()
@@ -194,6 +198,7 @@ class Shards:
                         f"the shards could not be filled: {cause_of(error)}"
                     ) from error
                 total += self._filled[index]
+        self._touch_base = base or self._touch_base
         return total
 
     # --- counting ---------------------------------------------------------------------------------
@@ -351,11 +356,10 @@ class Shards:
             info = ray.get(handle.setup.remote(self._spec, place), timeout=START_TIMEOUT_S)
             num_rows = 0
             if saved:
-                base = max((book.get("touch_base", 0) for book in self._books), default=0)
                 call = handle.fill_from.remote(
-                    len(self.handles), self._is_uncounted(index), base or None, *saved
+                    len(self.handles), self._is_uncounted(index), self._touch_base, *saved
                 )
-                num_rows = ray.get(call, timeout=FILL_S)
+                num_rows, _ = ray.get(call, timeout=FILL_S)
             self.handles[index] = handle
             self._infos[index], self._filled[index] = info, num_rows
             self._pulse.born(index)

@@ -188,8 +188,9 @@ class ShardActor:
 
     def fill_from(
         self, num_shards: int, with_counts: bool, touch_base: int | None, *files: Any
-    ) -> int:
-        """Take the own rows out of saved shards, however many there were; returns how many.
+    ) -> tuple[int, int]:
+        """Take the own rows out of saved shards, however many there were; returns how many it took,
+        and the base of its touches (`Shard.touch_base`), which all shards of a run share.
 
         A file is its bytes, or the path of one that this machine sees too; then nothing is copied.
         `with_counts`: all shards begin anew, and the sums of their counters go on.
@@ -199,16 +200,14 @@ class ShardActor:
 
     def _fill(
         self, num_shards: int, with_counts: bool, touch_base: int | None, files: list[Any]
-    ) -> int:
+    ) -> tuple[int, int]:
         assert self._server is not None
         self._server.reach("fill")
-        return fill_shard(
-            self._server.shard,
-            files,
-            num_shards=num_shards,
-            with_counts=with_counts,
-            touch_base=touch_base,
+        shard = self._server.shard
+        num_rows = fill_shard(
+            shard, files, num_shards=num_shards, with_counts=with_counts, touch_base=touch_base
         )
+        return num_rows, shard.touch_base
 
     def sizes(self, paths: list[str]) -> list[int]:
         """Bytes of files as this machine sees them; -1 of those that it does not."""

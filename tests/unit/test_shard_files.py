@@ -211,6 +211,22 @@ def test_the_order_of_use_is_exact_over_two_then_three_then_one_shard(
     assert set(rows_of(group)) == set(order[100:])
 
 
+def test_a_shard_that_takes_the_place_of_a_dead_one_counts_steps_as_the_others_do() -> None:
+    """Its tickets go on, those of a run that was resumed begin anew: they need another base."""
+    options: dict[str, Any] = {"evict": "lru", "max_rows": 40, "optimizer": Sgd(lr=0.1)}
+    group = shards(2, **options)
+    train(group, 1, 10)
+    files = [pack_shard(shard) for shard in group]
+    heir, resumed = shards(2, **options)[1], shards(2, **options)[1]
+    fill_shard(heir, files, num_shards=2, touch_base=group[0].touch_base)
+    fill_shard(resumed, files, num_shards=2)
+
+    assert [shard.touch_base for shard in (group[0], heir, resumed)] == [0, 0, 10]
+    train([group[0], heir], 11, 5)
+    steps = [int(touched[-1]) >> 24 for _, touched in (s.rows["user"].rows.order() for s in group)]
+    assert steps[0] == int(heir.rows["user"].rows.order()[1][-1]) >> 24 == 15
+
+
 @pytest.mark.parametrize("core", ["twin", "native"])
 def test_a_shard_is_written_as_it_was_kept_while_training_goes_on(core: str) -> None:
     options = {"capacity": "8MiB", "slab": "64KiB", "pages": "4k", "core": core}

@@ -41,8 +41,17 @@ class Actor:
     def _setup(self, *_: Any) -> dict[str, str]:
         return {"source": "same", "node": str(self.index)}
 
-    def _fill_from(self, num_shards: int, with_counts: bool, _: int | None, *files: Any) -> int:
-        return fill_shard(self.shard, files, num_shards=num_shards, with_counts=with_counts)
+    def _fill_from(
+        self, num_shards: int, with_counts: bool, touch_base: int | None, *files: Any
+    ) -> tuple[int, int]:
+        num_rows = fill_shard(
+            self.shard,
+            files,
+            num_shards=num_shards,
+            with_counts=with_counts,
+            touch_base=touch_base,
+        )
+        return num_rows, self.shard.touch_base
 
     def _books(self) -> dict[str, Any]:
         return {"sent": {}, "resident_bytes": 0, **self.shard.stats()}
