@@ -1,151 +1,139 @@
-"""Shards from the driver's side: what is counted stays counted when a process is replaced."""
+"""Shards from the driver's side, with fake actors: filling, dying, settling; no Ray."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
-from ray_pipe import ctr_pipeline
-from ray_pipe import shards as module
-from ray_pipe.config import RunConfig
-from ray_pipe.ctr_run import _saved_rows
-from ray_pipe.shard_pulse import Lost
+from ray_pipe import shard_pulse, shards
+from ray_pipe.errors import TrainingError
+from ray_pipe.planner.placement import Node
 from ray_pipe.shards import Shards
-from stages.embedding.row_rules import Sgd
-from stages.embedding.shard import Shard
-from stages.embedding.shard_files import fill_shard, pack_shard
-from stages.embedding.shard_folders import save_shards
-from stages.embedding.shard_terms import IdSet
-from stages.embedding.tables import Table
+
+BOOKS = {
+    "rows": 5, "real_bytes": 0, "resident_bytes": 0, "prunes": 0, "alive_chunks": {},
+    "spilled_rows": 0, "staleness_histogram": {}, "dropped_rows": 0, "lost_pushes": 0,
+    "refused_pushes": 0, "replayed": 1, "evictions": 0, "recalled": 0,
+}  # fmt: skip
 
 
-class Actor:
-    """A shard in this process behind an actor's names; `remote` answers at once."""
+class Ref:
+    """Its value may be an exception."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.shard = Shard(
-            (Table("user", dim=2, optimizer=Sgd(lr=0.1)),),
-            index=index,
-            num_shards=2,
-            tau=0,
-            core="twin",
-        )
-        for name in ("setup", "fill_from", "books", "ping", "sizes"):
-            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
-
-    def _setup(self, *_: Any) -> dict[str, str]:
-        return {"source": "same", "node": str(self.index)}
-
-    def _fill_from(
-        self, num_shards: int, with_counts: bool, touch_base: int | None, *files: Any
-    ) -> tuple[int, int]:
-        num_rows = fill_shard(
-            self.shard,
-            files,
-            num_shards=num_shards,
-            with_counts=with_counts,
-            touch_base=touch_base,
-        )
-        return num_rows, self.shard.touch_base
-
-    def _books(self) -> dict[str, Any]:
-        return {"sent": {}, "resident_bytes": 0, **self.shard.stats()}
-
-    def _ping(self) -> int:
-        return self.index
-
-    def _sizes(self, paths: list[str]) -> list[int]:
-        return [Path(path).stat().st_size if self.index else -1 for path in paths]
-
-    def train(self, tickets: range) -> None:
-        for ticket in tickets:
-            ids = np.arange(ticket, ticket + 5, dtype=np.int64)
-            v_read = self.shard.pull(ticket, {"user": IdSet(ids=ids)}).version
-            self.shard.push(ticket, v_read, {"user": np.ones((5, 2), np.float32)})
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Shards:
-    fake = SimpleNamespace(get=lambda value, timeout=None: value, kill=lambda handle: None)
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module, "WATCH_S", 1e6)
-    monkeypatch.setattr(module, "refuse_other_source", lambda infos: None)
-    monkeypatch.setattr(module, "remote_shard", lambda index, **_: Actor(index))
-    node: Any = SimpleNamespace(id="0" * 56)
-    made = Shards(2, label="test", nodes=[node], num_stages=1)
-    spec: Any = SimpleNamespace(num_shards=2)
-    made.set_up(spec, topology=None, generation=0)
-    return made
+class Call:
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer = answer
+
+    def remote(self, *args: Any) -> Ref:
+        return Ref(self._answer(*args))
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_counters_go_on_when_a_shard_is_replaced_from_a_checkpoint(two: Shards, dead: int) -> None:
-    for actor in two.handles:
-        actor.train(range(1, 8))
-    saved = [np.frombuffer(pack_shard(actor.shard), np.uint8) for actor in two.handles]
-    two.rows_from = lambda shard: saved
-    two.settle()
-    before = two.totals()
+class FakeShard:
+    """Dies at its first fill or look, if it is told to; its successor lives."""
 
-    two._replace(dead, Lost("died", "killed"))
-    two.settle()
-    assert two.totals().staleness == before.staleness == {0: 14}
-    two.handles[dead].train(range(10, 13))
-    two.settle()
-    assert two.totals().staleness == {0: 17}
+    def __init__(self, index: int, dies_at: str) -> None:
+        self.index, self.dies_at = index, dies_at
+        self.is_dead = False
+        self.bases: list[int | None] = []
+        self.counted: list[bool] = []
+        self.setup = Call(lambda spec, place: {"pid": 7, "node": "n", "source": "s"})
+        self.ping = Call(lambda: self._alive("ping") or index)
+        self.fill_from = Call(self._fill)
+        self.books = Call(lambda: self._alive("books") or BOOKS)
+        self.sees_stopped = self.end_process = Call(lambda info: False)
 
+    def _alive(self, what: str) -> Any:
+        self.is_dead = self.is_dead or what == self.dies_at
+        return ActorDiedError() if self.is_dead else None
 
-def test_counters_go_on_when_all_shards_begin_from_a_checkpoint(two: Shards) -> None:
-    for actor in two.handles:
-        actor.train(range(1, 8))
-    saved = [np.frombuffer(pack_shard(actor.shard), np.uint8) for actor in two.handles]
-    two.handles = [Actor(0), Actor(1)]
-    fake: Any = module.ray
-    fake.put = lambda file: file
-
-    two.fill(saved)
-    two.settle()
-    assert two.totals().staleness == {0: 14}
+    def _fill(self, num_shards: int, with_counts: bool, touch_base: int | None, *files: Any) -> Any:
+        self.counted.append(with_counts)
+        self.bases.append(touch_base)
+        return self._alive("fill") or (100 + self.index, 40 if touch_base is None else touch_base)
 
 
-@pytest.mark.parametrize("has_told", [False, True])
-def test_counters_of_a_checkpoint_are_taken_over_once_whoever_dies(
-    two: Shards, has_told: bool
-) -> None:
-    for actor in two.handles:
-        actor.train(range(1, 8))
-    saved = [np.frombuffer(pack_shard(actor.shard), np.uint8) for actor in two.handles]
-    two.handles = [Actor(0), Actor(1)]
-    fake: Any = module.ray
-    fake.put = lambda file: file
-    two.fill(saved)
-    if has_told:
-        two.settle()
+class FakeRay:
+    @staticmethod
+    def get(refs: Any, timeout: float) -> Any:
+        many = refs if isinstance(refs, list) else [refs]
+        for ref in many:
+            if isinstance(ref.value, Exception):
+                raise ref.value
+        return [ref.value for ref in refs] if isinstance(refs, list) else refs.value
 
-    for dead in (0, 1, 0):
-        two._replace(dead, Lost("died", "killed"))
-        two.settle()
-        assert two.totals().staleness == {0: 14}
+    @staticmethod
+    def wait(refs: Any, *, num_returns: int, timeout: float) -> Any:
+        return list(refs), []
+
+    @staticmethod
+    def put(value: Any) -> Any:
+        return value
+
+    @staticmethod
+    def kill(handle: Any) -> None:
+        handle.is_dead = True
 
 
-def test_a_shard_that_dies_before_the_first_checkpoint_begins_with_the_rows_of_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = SimpleNamespace(get=lambda value, timeout=None: value)
-    monkeypatch.setattr(ctr_pipeline, "ray", fake)
-    group = [Actor(0).shard, Actor(1).shard]
-    save_shards(group, tmp_path)
-    one: Any = SimpleNamespace(saver=None)
-    config = RunConfig.from_dict({"task": "ctr", "embedding.rows": str(tmp_path)})
+@contextmanager
+def running(dies_at: str, *, max_failures: int = 3) -> Iterator[tuple[Shards, list[FakeShard]]]:
+    """Two shards; the second dies."""
+    made: list[FakeShard] = []
 
-    blind, seeing = Actor(0), Actor(1)
-    files = _saved_rows(config, one, None, blind)
-    assert [bytes(file) for file in files] == [pack_shard(shard) for shard in group]
-    paths = _saved_rows(config, one, None, seeing)
-    assert [Path(path).read_bytes() for path in paths] == [bytes(file) for file in files]
-    assert _saved_rows(RunConfig.from_dict({"task": "ctr"}), one, None, seeing) == []
+    def start(index: int, **options: Any) -> FakeShard:
+        made.append(FakeShard(index, dies_at if len(made) == 1 else ""))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "remote_shard", start)
+        patch.setattr(shards, "refuse_other_source", lambda infos: None)
+        patch.setattr(shards, "WATCH_S", 0.005)
+        for module in (shards, shard_pulse):
+            patch.setattr(module, "ray", FakeRay)
+        nodes = [Node(id="aa" * 28, ip="here")]
+        with Shards(2, label="t", nodes=nodes, num_stages=2, max_failures=max_failures) as found:
+            spec: Any = type("Spec", (), {"num_shards": 2})()
+            found.set_up(spec, topology=None, generation=0)
+            yield found, made
+
+
+def test_a_shard_that_dies_while_it_is_filled_is_filled_by_its_successor() -> None:
+    with running("fill") as (found, made):
+        assert found.fill([b"saved"]) == 100 + 101
+        successor = made[2]
+
+        assert [failure.kind for failure in found.failures] == ["died"]
+        assert found.handles == [made[0], successor]
+        assert made[0].bases == made[1].bases == successor.bases == [None]
+        assert made[0].counted == made[1].counted == successor.counted == [True]
+        assert found._touch_base == 40
+
+
+@pytest.mark.parametrize(("filled", "base"), [(False, 0), (True, 40)])
+def test_a_successor_counts_from_the_base_of_the_others(filled: bool, base: int) -> None:
+    with running("books") as (found, made):
+        if filled:
+            found.fill([b"saved"])
+        else:
+            found.rows_from = lambda shard: [b"of this run"]
+        found.settle()
+
+        assert found.handles[1] is made[2]
+        assert made[2].bases == [base]
+        assert found.totals().rows == 10
+        assert found.totals().replayed == 2
+
+
+def test_too_many_deaths_end_the_run_with_their_number() -> None:
+    with (
+        running("fill", max_failures=0) as (found, _),
+        pytest.raises(TrainingError, match="could not be replaced: 0 shards have died before it"),
+    ):
+        found.fill([b"saved"])
