@@ -1,8 +1,9 @@
-"""Ids on the wire: distinct, sorted, as differences.
+"""Ids on the wire: distinct, sorted, as differences; and where each of them occurred.
 
 Distinct ids travel as the gaps of their sorted list, in the shortest of three forms: 8 bytes each,
 bytes of seven bits, or Golomb-Rice bits (within about half a bit a gap of what random ids need).
-Where each of them occurred stays with whoever pools rows: only distinct ids travel. Nothing here
+Shards are asked for distinct ids only. A batch of a user's loader travels as id lists: its distinct
+ids and an index of as many bits as they need, or as it is where that is shorter. Nothing here
 depends on the values' meaning; any int64 is an id.
 """
 
@@ -19,6 +20,7 @@ from compressors.wire_kernels import dedupe as dedupe
 Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 CODEC = "ids"
+LISTS = "id_lists"
 
 
 def encode_ids(ids: Ids) -> Packet:
@@ -71,6 +73,61 @@ def decode_ids(packet: Packet) -> Ids:
     if not (ids[1:] > ids[:-1]).all():
         raise CodecError(f"a packet of {n} ids does not rise strictly; it is damaged")
     return ids
+
+
+def encode_id_lists(ids: Ids, lengths: npt.NDArray[np.int64] | None = None) -> Packet:
+    """Lists of ids, one for each sample; without `lengths` each has one id.
+
+    Never longer than 8 bytes an id and 4 a length, but for 16 bytes.
+    """
+    _check_ids(ids)
+    if lengths is not None and (int(lengths.sum()) != len(ids) or (lengths < 0).any()):
+        raise CodecError(f"{len(ids)} ids do not make lists of {int(lengths.sum())} in all")
+    unique, inverse, _ = dedupe(ids)
+    width = _index_width(len(unique))
+    coded = encode_ids(unique)
+    meta: dict[str, Any] = {}
+    inner: tuple[Packet, ...] = ()
+    if coded.nbytes + (width * len(ids) + 7) // 8 < 8 * len(ids):
+        inner, parts = (coded,), [pack_bits(inverse.view(np.uint64), width)]
+    else:
+        parts = [ids.tobytes()]
+    if lengths is not None:
+        meta["lists"] = len(lengths)
+        if len(lengths) and (lengths == lengths[0]).all():
+            meta["each"] = int(lengths[0])
+        else:
+            parts.append(encode_varints(lengths.astype(np.uint64)))
+    return Packet(codec=LISTS, shape=(len(ids),), meta=meta, parts=tuple(parts), inner=inner)
+
+
+def decode_id_lists(packet: Packet) -> tuple[Ids, npt.NDArray[np.int64] | None]:
+    """The ids of all lists one after the other, and how many each has (None: one)."""
+    _expect(packet, LISTS)
+    (n,) = _shape(packet, 1)
+    if packet.inner:
+        unique = decode_ids(packet.inner[0])
+        width = _index_width(len(unique))
+        index = unpack_bits(_sized(packet, 0, (width * n + 7) // 8), width, n)
+        if n and (len(unique) == 0 or int(index.max()) >= len(unique)):
+            raise CodecError(f"an index points beyond its {len(unique)} ids; it is damaged")
+        ids = unique[index.astype(np.int64)] if n else np.empty(0, np.int64)
+    else:
+        ids = np.frombuffer(_sized(packet, 0, 8 * n), np.int64)
+    num = packet.meta.get("lists")
+    if num is None:
+        return ids, None
+    if type(num) is not int or not 0 <= num <= 1 << 28:
+        raise CodecError(f"{num!r} lists of ids; the packet is damaged")
+    each = packet.meta.get("each")
+    if type(each) is int:
+        if num * each != n:
+            raise CodecError(f"{num} lists of {each} ids are not {n} ids; the packet is damaged")
+        return ids, np.full(num, each, np.int64)
+    lengths = decode_varints(_part(packet, 1), num).astype(np.int64)
+    if int(lengths.sum()) != n:
+        raise CodecError(f"lists of {int(lengths.sum())} ids in all, {n} came")
+    return ids, lengths
 
 
 # --- bits and bytes -------------------------------------------------------------------------------
@@ -155,6 +212,10 @@ def _read_rice(packet: Packet, n: int) -> Words:
         raise CodecError(f"{len(ends)} gaps between ids came, {n} were announced")
     high = np.diff(ends, prepend=-1) - 1
     return (high.astype(np.uint64) << np.uint64(width)) | low
+
+
+def _index_width(num_ids: int) -> int:
+    return max(0, num_ids - 1).bit_length()
 
 
 def _check_ids(ids: Any) -> None:

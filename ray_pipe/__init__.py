@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         StageDied,
         TrainingError,
     )
+    from ray_pipe.rec_link import Link
+    from ray_pipe.rec_pipeline import Pipeline
     from ray_pipe.trainer import PipelineTrainer, Result
 
 __version__ = "0.1.0"
@@ -55,6 +57,8 @@ _HOMES = {
         "StageDied",
         "TrainingError",
     ),
+    "ray_pipe.rec_link": ("Link",),
+    "ray_pipe.rec_pipeline": ("Pipeline",),
     "ray_pipe.trainer": ("PipelineTrainer", "Result"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -69,9 +73,11 @@ __all__ = [
     "DataConfig",
     "DataError",
     "FaultsConfig",
+    "Link",
     "ModelConfig",
     "NetworkConfig",
     "OptimConfig",
+    "Pipeline",
     "PipelineConfig",
     "PipelineTrainer",
     "RayPipeError",

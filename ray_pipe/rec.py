@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ray_pipe.ctr_data import Bags as Jagged
 from ray_pipe.ctr_metrics import ScoreCounts
+from ray_pipe.rec_stage import EmbeddingStage
 from stages.embedding.auto_staleness import AutoStaleness
 from stages.embedding.in_process import EmbeddingBag, Embeddings
 from stages.embedding.letters import Wire
@@ -44,6 +45,7 @@ __all__ = [
     "ChunkPrune",
     "Constant",
     "EmbeddingBag",
+    "EmbeddingStage",
     "Embeddings",
     "Evaluation",
     "ExportReader",
@@ -70,8 +72,16 @@ class Evaluation:
     num_samples: int
 
 
+@runtime_checkable
+class Scores(Protocol):
+    """A pipeline: gives outputs and labels for batches, some at a time."""
+
+    def step(self, batch: Any, loss_fn: Any) -> Any: ...
+    def scores(self, batches: Iterable[Any]) -> Iterable[tuple[Any, Any]]: ...
+
+
 def evaluate(
-    model: nn.Module | Callable[[Any], Tensor],
+    model: nn.Module | Callable[[Any], Tensor] | Scores,
     batches: Iterable[Any],
     *,
     label: Callable[[Any], Tensor] | None = None,
@@ -79,8 +89,13 @@ def evaluate(
     """AUC and log-loss of the logits that a model gives for batches.
 
     Labels are the batch's `labels`, or its "label". The model is put in evaluation for the time,
-    so its embeddings apply what is under way, read unknown ids as zeros and create nothing.
+    so its embeddings apply what is under way, read unknown ids as zeros and create nothing. A
+    `ray_pipe.Pipeline` is asked for the outputs of its last stage.
     """
+    if isinstance(model, Scores):
+        if label is not None:
+            raise ValueError('a Pipeline reads labels from the batch\'s "label"; leave `label` out')
+        return _evaluation([ScoreCounts.of(*scores) for scores in model.scores(batches)])
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     were_training = [module for module in modules if module.training]
     for module in modules:
@@ -94,6 +109,10 @@ def evaluate(
     finally:
         for module in were_training:
             module.training = True
+    return _evaluation(parts)
+
+
+def _evaluation(parts: list[ScoreCounts]) -> Evaluation:
     if not parts:
         raise ValueError("there are no batches to evaluate")
     found = parts[0].merge(*parts[1:])

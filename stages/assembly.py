@@ -14,6 +14,9 @@ from compressors.registry import CodecSpec, make_codec
 from netsim.link import Link, LinkLike
 from netsim.shaper import Uplink
 from stages.embedding.feed import Feed
+from stages.embedding.front import Front
+from stages.embedding.loaded import FEATURES, LABELS, Inbox
+from stages.embedding.loaded_feed import LoadedFeed
 from stages.ends import FRAMES, Edge, SendingEnd, WireFormat
 from stages.lanes import Recorder
 from stages.receiving import ReceivingEnd
@@ -85,6 +88,8 @@ def assemble(
         first_node=first,
     )
 
+    if spec.loader is not None:
+        _listen(stage, spec.loader, samples)
     if spec.embedding is not None:
         shards = {
             spec.embedding.node(shard, spec.num_stages): f"e{shard}"
@@ -92,7 +97,8 @@ def assemble(
         }
         to_shards = {node: link_to(node, name) for node, name in shards.items()}
         links |= to_shards
-        stage.feed = stage.passes.feed = Feed(
+        feed = Feed if spec.loader is None else LoadedFeed
+        stage.feed = stage.passes.feed = feed(
             spec.embedding,
             samples=samples,
             links=list(to_shards.values()),
@@ -133,3 +139,12 @@ def assemble(
         wiring.activation_out = sending(index + 1, "activation")
         wiring.gradient_in = receiving(index + 1, "gradient")
     return stage
+
+
+def _listen(stage: Stage, loader: int, inbox: Inbox) -> None:
+    """Batches come from a loader: to the inbox, and from there to whoever wants a part of them."""
+    inbox.open([FEATURES] * stage.is_first + [LABELS] * stage.is_last)
+    stage.inbox, stage.loader = inbox, loader
+    for module in stage.compute.module.modules():
+        if isinstance(module, Front):
+            module.inbox = inbox

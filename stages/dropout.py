@@ -28,6 +28,11 @@ def sample_ids(ids: tuple[int, ...]) -> Iterator[None]:
         _samples.reset(token)
 
 
+def current_samples() -> tuple[int, ...] | None:
+    """The samples of the forward pass that asks, if it was said."""
+    return _samples.get()
+
+
 class SampleDropout(nn.Module):
     """Dropout with a mask fixed per sample; `salt` tells layers apart."""
 

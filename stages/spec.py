@@ -69,6 +69,9 @@ class StageSpec:
     embedding: EmbeddingSpec | None = None
     """Of stage 0, if its input is made of rows on shards."""
 
+    loader: int | None = None
+    """Node of the loader that sends this stage its batches, where they are not read here."""
+
     fleet: FleetSpec | None = None
     """The other replicas, if there are any."""
 

@@ -25,6 +25,7 @@ from stages.books import Books
 from stages.compute import Compute
 from stages.control import Control
 from stages.embedding.feed import Feed
+from stages.embedding.loaded import Inbox
 from stages.ends import COLD, FRAMES, WireFormat, turn_of
 from stages.keeper import Keeper
 from stages.lanes import Recorder
@@ -121,6 +122,12 @@ class Stage:
         self.feed: Feed | None = None
         """Rows of embedding tables for stage 0, if the model has any."""
 
+        self.inbox: Inbox | None = None
+        """Batches of a loader, if they are not read here."""
+
+        self.loader: int | None = None
+        """The node that sends them."""
+
         self.seat: SyncSeat | None = None
         """Its place among the replicas, if there are any."""
 
@@ -212,6 +219,8 @@ class Stage:
 
     async def act(self, plan: StepPlan) -> None:
         """Both passes of every micro-batch."""
+        if self.inbox is not None:
+            await self.inbox.arrived(plan)
         await self._actions.run(plan)
 
     async def _resolve(self, plan: StepPlan) -> None:
@@ -416,7 +425,9 @@ class Stage:
     def on_frame(self, source: int, frame: Any) -> None:
         """A frame arrived (called on the loop; returns at once)."""
         if source >= self.num_stages:
-            if self.feed is not None:  # from a shard of the embeddings
+            if source == self.loader and self.inbox is not None:
+                self.inbox.on_frame(frame)
+            elif self.feed is not None:  # from a shard of the embeddings
                 self.feed.on_frame(frame)
             return
         if len(frame) <= SMALL_NBYTES:

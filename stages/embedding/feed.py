@@ -115,7 +115,7 @@ class Feed:
         loop = asyncio.get_running_loop()
         if not plan.train:
             await self.drain()
-            batch = StepClicks.read(self._samples, plan.micro_batches, self.spec.features)
+            batch = self._read(plan.micro_batches)
             self._step, self._batch = await self.hybrid.read(batch.ids), batch
         else:
             if plan.step not in self._coming:
@@ -207,7 +207,10 @@ class Feed:
         widths = [vector.shape[1] for vector in pooled]
         dense = gradient.shape[1] - sum(widths)
         parts = torch.split(gradient.detach().cpu().float(), [dense, *widths], dim=1)[1:]
-        torch.autograd.backward(pooled, parts)
+        # Bags that are all empty are zeros of no row's making.
+        made = [number for number, vector in enumerate(pooled) if vector.requires_grad]
+        if made:
+            torch.autograd.backward([pooled[n] for n in made], [parts[n] for n in made])
 
     # --- numbers ----------------------------------------------------------------------------------
 
@@ -242,10 +245,13 @@ class Feed:
                 self._ask(number, self.spec.order.at(number))
 
     def _ask(self, number: int, micro_batches: Sequence[Sequence[int]]) -> None:
-        batch = StepClicks.read(self._samples, micro_batches, self.spec.features)
+        batch = self._read(micro_batches)
         ahead = self.hybrid.announce(batch.ids)
         pull = asyncio.get_running_loop().create_task(self.hybrid.pull(ahead))
         self._coming[number] = _Coming(batch=batch, pull=pull)
+
+    def _read(self, micro_batches: Sequence[Sequence[int]]) -> StepClicks:
+        return StepClicks.read(self._samples, micro_batches, self.spec.features)
 
     async def _let_go(self) -> None:
         """Void what was pulled ahead."""

@@ -13,7 +13,7 @@ The operation, the ticket and the versions are in the frame's header. Reading re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,16 @@ Tables = Mapping[str, Table]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How values travel: `fp32`, `fp16-rowscale` or `int8`."""
+    """How values travel: `fp32`, `fp16-rowscale` or `int8`; `values` says it of both ways."""
 
     rows: str = "fp16-rowscale"
     gradients: str = "fp16-rowscale"
+    values: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, values: str | None) -> None:
+        if values is not None:
+            object.__setattr__(self, "rows", values)
+            object.__setattr__(self, "gradients", values)
         for name, value in (("rows", self.rows), ("gradients", self.gradients)):
             if value not in FORMATS:
                 raise ValueError(f"wire.{name} is one of {list(FORMATS)}, got {value!r}")

@@ -42,6 +42,7 @@ SPEAK_RAY = {
     "ray_pipe.replica_actors",
     "ray_pipe.replica_members",
     "ray_pipe.joining",
+    "ray_pipe.rec_pipeline",
     "ray_pipe.rescue",
     "ray_pipe.spares",
     "ray_pipe.shard_pulse",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from compressors.base import CodecError
 from compressors.frame import FrameHeader, pack, unpack
-from compressors.id_lists import decode_ids, dedupe, encode_ids
+from compressors.id_lists import decode_id_lists, decode_ids, dedupe, encode_id_lists, encode_ids
 from stages.embedding.letters import ids_packet, read_ids
 from stages.embedding.row_rules import Sgd
 from stages.embedding.shard_terms import IdSet
@@ -133,3 +133,56 @@ def test_damaged_packets_are_refused_or_rise_strictly(data: st.DataObject) -> No
 
     assert (np.diff(back) > 0).all()
     assert len(back) == len(values)
+
+
+# --- lists of ids: the batches of a loader --------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.one_of(INT64, st.integers(0, 9)), max_size=6), max_size=20))
+def test_lists_come_back_as_they_were_and_never_cost_much_more(lists: list[list[int]]) -> None:
+    flat = ids(*[value for part in lists for value in part])
+    lengths = np.array([len(part) for part in lists], np.int64)
+
+    packet = encode_id_lists(flat, lengths)
+    back, back_lengths = decode_id_lists(through_the_wire(packet))
+
+    assert back.tolist() == flat.tolist()
+    assert back_lengths is not None
+    assert back_lengths.tolist() == lengths.tolist()
+    assert packet.nbytes <= 8 * len(flat) + 4 * len(lists) + 16
+
+
+@pytest.mark.parametrize("num", [65_535, 65_536])
+def test_lists_may_have_more_samples_than_sixteen_bits_can_number(num: int) -> None:
+    flat = np.arange(num, dtype=np.int64) % 7
+
+    packet = encode_id_lists(flat)
+
+    assert decode_id_lists(packet)[0].tolist() == flat.tolist()
+    assert packet.nbytes == (3 * num + 7) // 8 + encode_ids(np.arange(7, dtype=np.int64)).nbytes
+
+
+def test_one_bag_may_have_more_ids_than_sixteen_bits_can_count() -> None:
+    flat, lengths = np.arange(70_000, dtype=np.int64), np.array([0, 70_000, 0], np.int64)
+
+    back, back_lengths = decode_id_lists(encode_id_lists(flat, lengths))
+
+    assert (back == flat).all()
+    assert back_lengths is not None
+    assert back_lengths.tolist() == [0, 70_000, 0]
+
+
+def test_equal_ids_cost_nothing_each_and_random_ones_what_they_are() -> None:
+    same = encode_id_lists(np.full(5000, 1 << 60, np.int64))
+    random = encode_id_lists(np.random.default_rng(0).integers(-(1 << 62), 1 << 62, 5000))
+
+    assert same.nbytes == 0  # the id itself is in the header
+    assert random.nbytes == 8 * 5000
+
+
+def test_an_index_beyond_its_ids_is_refused() -> None:
+    packet = encode_id_lists(ids(*([1, 2, 3] * 20)))
+
+    with pytest.raises(CodecError, match="beyond its 3 ids"):
+        decode_id_lists(replace(packet, parts=(b"\xff" * len(packet.parts[0]),)))

@@ -1,0 +1,484 @@
+"""Recommenders on Ray from Python: tables on shards, your own modules as dense stages, any loader.
+
+Path: ray_pipe.driver -> ray_pipe.rec_pipeline -> ray_pipe.rec_arm
+
+    emb = rec.EmbeddingStage(tables, shards=2, max_staleness=8)
+    with ray_pipe.Pipeline([emb, BottomMLP(), TopMLP()], link=ray_pipe.Link("100Mbit")) as pipe:
+        for batch in loader:
+            loss = pipe.step(batch, loss_fn)
+
+The first block gets a dict: a vector for each feature, and "dense". Every block gives one tensor,
+which is the next one's input; the last one's output goes to `loss_fn(output, label)`.
+
+`step` returns before the step has ended, as a GPU does: the loss is a number once somebody looks
+at it. A loop that does not look at every loss runs ahead of the stages by as many batches as the
+bound on staleness can use, and only so can rows be pulled early.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor, nn
+
+from ray_pipe.cluster import StageActors, connect, nodes
+from ray_pipe.config import OptimConfig, RunConfig
+from ray_pipe.ctr_workload import EVAL_SAMPLES
+from ray_pipe.data import Order
+from ray_pipe.errors import ConfigError, TrainingError
+from ray_pipe.failures import cause_of
+from ray_pipe.ledger import Ledger
+from ray_pipe.planner.placement import place
+from ray_pipe.rec_arm import LoadedArm, LoadedPipeline, OwnLoss
+from ray_pipe.rec_batches import Batches, Loaded, num_samples
+from ray_pipe.rec_link import Link
+from ray_pipe.rec_stage import EmbeddingStage
+from ray_pipe.recovery import Failure
+from ray_pipe.shards import Shards
+from ray_pipe.workload import Workload, tied_names
+from stages.embedding.feed import LOOKAHEAD
+from stages.embedding.front import Front
+from stages.embedding.in_process import merged_stats
+from stages.embedding.loaded import Inbox
+from stages.embedding.loaded_feed import REFUSAL
+from stages.embedding.row_errors import NonFiniteGradientError
+from stages.embedding.row_export import Increment
+
+LossOf = Callable[[Tensor, Tensor], Tensor]
+CALL_S = 600.0
+NOT_ADDED = ("sent", "spans", "troubles")
+"""Of a shard's books: not numbers of rows."""
+
+
+class StepLoss:
+    """The loss of a step that may still be under way. `float(loss)` waits for it."""
+
+    def __init__(self, pipe: Pipeline, step: int) -> None:
+        self._pipe = pipe
+        self.step = step
+
+    def item(self) -> float:
+        """The mean over the batch, as the last stage saw it."""
+        return self._pipe.loss_of(self.step)
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"StepLoss(step={self.step})"
+
+
+class Pipeline:
+    """An embedding stage and dense stages on Ray. Leaving the block, or `close`, ends them."""
+
+    def __init__(
+        self,
+        stages: Sequence[EmbeddingStage | nn.Module],
+        *,
+        link: Link | None = None,
+        num_stages: int | None = None,
+        micro_batches: int = 1,
+        optim: OptimConfig | None = None,
+        codec: str = "fp32",
+        seed: int = 0,
+        address: str | None = None,
+        deadline_s: float = 60.0,
+        max_shard_failures: int = 3,
+        name: str = "pipeline",
+    ) -> None:
+        """`stages`: an `EmbeddingStage`, then modules that feed each other; each is a dense stage
+        of its own unless `num_stages` says how many share them. `optim` is of the dense network
+        (default: AdamW, lr 1e-3, no decay, no clipping); tables have their own. `codec` is how
+        activations travel between stages. `address` is of a Ray cluster; without it, and without
+        a Ray that runs already, one is started. Nothing starts before it is needed.
+        """
+        self.emb, self.blocks = _taken_apart(stages)
+        self._num_stages = len(self.blocks) if num_stages is None else num_stages
+        self._link = link or Link()
+        self._config = _config(
+            optim=optim,
+            stages=self._num_stages,
+            micro_batches=micro_batches,
+            codec=codec,
+            seed=seed,
+            deadline_s=deadline_s,
+        )
+        self._address, self._name = address, name
+        self._max_shard_failures = max_shard_failures
+        self._num_shards = self.emb.shards
+        self._workload = self._make_workload(micro_batches)
+        self._stack: ExitStack | None = None
+        self._actors: StageActors | None = None
+        self._shards: Shards | None = None
+        self._pipeline: LoadedPipeline | None = None
+        self._broken: BaseException | None = None
+        self._is_closed = False
+        self._loss: tuple[Any, bytes] | None = None
+        self._losses: dict[int, float] = {}
+        self._next_step = 0
+        self._part = 0
+        self._ledger = Ledger()
+        self._numbers: dict[str, Any] = {}
+        self.failures: list[Failure] = []
+        """Shards that died and were replaced."""
+
+        self.emb.attach(self)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def step(self, batch: Any, loss_fn: LossOf) -> StepLoss:
+        """One optimizer step on a batch: feature -> int64 tensor or `rec.Jagged`, "dense", "label".
+
+        A batch that cannot be trained on is refused here by name, and nothing of it is sent. What
+        goes wrong later is raised by a later call, or by whoever looks at the loss. A step whose
+        gradients are not finite is skipped and raised as `NonFiniteGradientError`; the pipeline
+        may go on after it.
+        """
+        loaded = self._batches().read(batch, micro_batches=self._config.pipeline.micro_batches)
+        pipeline = self._running()
+        self._use(loss_fn)
+        step, self._next_step = self._next_step, self._next_step + 1
+        self._part = 0
+        pipeline.submit(loaded, step=step)
+        while pipeline.num_under_way > self.emb.bound + LOOKAHEAD + 1:
+            self._advance()
+        return StepLoss(self, step)
+
+    def fit(self, batches: Iterable[Any], loss_fn: LossOf) -> list[float]:
+        """Steps on all batches, as far ahead as the bound allows; the loss of each."""
+        losses = [self.step(batch, loss_fn) for batch in batches]
+        return [float(loss) for loss in losses]
+
+    def drain(self) -> None:
+        """Wait for the steps under way, and for their gradients to reach the shards."""
+        pipeline = self._running()
+        while pipeline.num_under_way:
+            self._advance()
+        self._settle()
+
+    def loss_of(self, step: int) -> float:
+        """The loss of a step, once it has ended."""
+        while step not in self._losses:
+            if not self._running().num_under_way:
+                raise TrainingError(f"step {step} never ended: a checkpoint was loaded before it")
+            self._advance()
+        return self._losses[step]
+
+    def scores(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Outputs and labels, for `rec.evaluate`: no row is created, moved or touched."""
+        reader = self._batches()
+        self.drain()
+        waiting: list[Loaded] = []
+        for batch in batches:
+            waiting += reader.read(batch)
+            if num_samples(waiting) >= EVAL_SAMPLES:
+                yield self._score(waiting)
+                waiting = []
+        if waiting:
+            yield self._score(waiting)
+
+    def _score(self, loaded: list[Loaded]) -> tuple[Any, Any]:
+        self._part += 1
+        with self._breaking():
+            return self._running().score_parts(loaded, step=self._next_step - 1, part=self._part)
+
+    def _advance(self) -> None:
+        pipeline = self._running()
+        with self._breaking():
+            records = pipeline.advance()
+        loss = records[-1].loss
+        assert loss is not None
+        self._losses[records[-1].step] = loss
+        self._ledger.add(records)
+        refusals = [event for record in records for event in record.events if REFUSAL in event]
+        norm = records[0].grad_norm
+        if not refusals and norm is not None and not np.isfinite(norm):
+            refusals = self._settle() or [
+                f"step {records[0].step}: the gradients of the dense network are not finite, the "
+                "step was skipped; look at the loss and the learning rate"
+            ]
+        if refusals:
+            raise NonFiniteGradientError("; ".join(refusals))
+
+    def _settle(self) -> list[str]:
+        """Wait until every gradient has reached its shard; what was refused on the way."""
+        with self._breaking():
+            self._numbers = self._running().settle_embeddings()
+        refusals: list[str] = self._numbers["refusals"]
+        return refusals
+
+    def _use(self, loss_fn: LossOf) -> None:
+        """Have the last stage use this loss; the same one is sent once."""
+        if self._loss is not None and self._loss[0] is loss_fn:
+            return
+        dumps: Any = cloudpickle.dumps  # untyped in ray
+        packed = dumps(loss_fn)
+        if self._loss is None or self._loss[1] != packed:
+            pipeline = self._running()
+            while pipeline.num_under_way:
+                self._advance()
+            with self._breaking():
+                pipeline.set_loss(loss_fn)
+        self._loss = (loss_fn, packed)
+
+    # --- whole models -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights for `nn.Sequential(*blocks).load_state_dict(...)`."""
+        return {name: value for name, value in self._weights() if not name.startswith("replicated")}
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        """Replicated tables, for `rec.Embeddings(...).load_state_dict(..., strict=False)`."""
+        return {name: value for name, value in self._weights() if name.startswith("replicated")}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.drain()
+        with self._breaking():
+            states = self._running().state_dicts()
+        cuts = self._workload.cuts(self._num_stages)
+        for cut, state in zip(cuts, states, strict=True):
+            for name, tensor in state["module"].items():
+                place, _, rest = name.partition(".")
+                if rest.startswith("replicated."):
+                    yield rest, tensor
+                else:
+                    rest = rest.removeprefix("block.") if cut.start + int(place) == 0 else rest
+                    yield f"{cut.start + int(place)}.{rest}", tensor
+
+    # --- of the embedding stage -------------------------------------------------------------------
+
+    def embedding_stats(self) -> dict[str, Any]:
+        """See `EmbeddingStage.stats`."""
+        self.drain()
+        pipeline = self._running()
+        books = self._ask_shards("books")
+        self._ledger.add_late(pipeline.shards.settle())
+        whole = merged_stats(
+            {key: value for key, value in book.items() if key not in NOT_ADDED} for book in books
+        )
+        client = self._numbers
+        return whole | {
+            "shards": len(books),
+            "tau": client["tau"],
+            "lost_pushes": client["lost_pushes"],
+            "lost_versions": client["lost_versions"],
+            "refused_steps": client["refused"],
+            "resent_letters": client["resent"],
+            "bytes": self._ledger.total(),
+            "bytes_by_link": self._ledger.by_link(),
+            "shard_failures": len(pipeline.shards.failures),
+        }
+
+    def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:
+        """See `EmbeddingStage.export`."""
+        self.drain()
+        increments: list[Increment] = self._ask_shards("export", str(Path(folder).resolve()), full)
+        return increments
+
+    def rows(self, table: str) -> tuple[Any, Any]:
+        """See `EmbeddingStage.rows`."""
+        known = sorted({f.table for f in self.emb.features if f.sharded})
+        if table not in known:
+            raise ConfigError(f"sharded tables are {known}, got {table!r}.")
+        self.drain()
+        parts = self._ask_shards("rows", table)
+        ids = np.concatenate([part[0] for part in parts])
+        order = np.argsort(ids)
+        return ids[order], np.concatenate([part[1] for part in parts])[order]
+
+    def _ask_shards(self, method: str, *args: Any) -> list[Any]:
+        handles = self._running().shards.handles
+        calls = [getattr(handle, method).remote(*args) for handle in handles]
+        try:
+            found: list[Any] = ray.get(calls, timeout=CALL_S)
+        except RayTaskError as error:
+            raise cause_of(error) from None
+        except RayError as error:
+            raise TrainingError(
+                f"a shard was lost during {method!r} ({type(error).__name__}); another takes its "
+                "place, so try again"
+            ) from error
+        return found
+
+    # --- starting, ending -------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start Ray, shards and stages, if they do not run yet."""
+        self._running()
+        return self
+
+    def close(self) -> None:
+        """End the stages and shards, and a Ray that was started for them; rows are gone then."""
+        self._is_closed = True
+        stack, self._stack, self._pipeline = self._stack, None, None
+        if stack is not None:
+            stack.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _running(self) -> LoadedPipeline:
+        if self._is_closed:
+            raise TrainingError("this Pipeline is closed; make another, and `load` a checkpoint")
+        if self._broken is not None:
+            raise TrainingError(
+                f"this Pipeline ended: {self._broken}; `load` a checkpoint to go on from it"
+            ) from self._broken
+        if self._pipeline is None:
+            self._begin()
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def _begin(self) -> None:
+        """Actors, if there are none, and a life of the pipeline on them."""
+        if self._stack is None:
+            self._stack = ExitStack()
+        stack = self._stack
+        try:
+            if self._actors is None:
+                stack.enter_context(connect(self._address, job_name=self._name))
+                self._actors = stack.enter_context(
+                    StageActors(
+                        self._num_stages,
+                        label=self._name,
+                        placement=place(self._num_stages, nodes()),
+                    )
+                )
+            if self._shards is None:
+                self._shards = stack.enter_context(
+                    Shards(
+                        self._num_shards,
+                        label=self._name,
+                        nodes=nodes(),
+                        num_stages=self._num_stages,
+                        max_failures=self._max_shard_failures,
+                    )
+                )
+            self._pipeline = LoadedPipeline(
+                self._actors, self._arm(), shards=self._shards, epoch_s=time.time()
+            )
+            self._pipeline.on_failure = self.failures.append
+            stack.callback(self._pipeline.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def _arm(self) -> LoadedArm:
+        nodes_needed = self._num_stages + self._num_shards + 1
+        return LoadedArm(
+            label=self._name,
+            config=self._config,
+            codec=self._config.codec,
+            workload=self._workload,
+            topology=self._link.topology(nodes_needed),
+            order=Order(num_samples=1, micro_batches=1, micro_batch_size=1, seed=0),
+            num_steps=1,
+            deadline_s=self._config.deadline_s,
+            embedding=self.emb.spec(self._num_shards),
+        )
+
+    def _make_workload(self, micro_batches: int) -> Workload:
+        first, *others = self.blocks
+        front = Front(first, features=self.emb.features, tables=self.emb.tables, seed=self.emb.seed)
+        made = (front, *others)
+        workload = Workload(
+            costs=tuple(float(sum(p.numel() for p in block.parameters()) or 1) for block in made),
+            build=_never,
+            loss=OwnLoss(micro_batches=micro_batches),
+            samples=Inbox(self.emb.features),  # type: ignore[arg-type]
+            blocks=made,
+            tied=tied_names(made),
+            name=self._name,
+        )
+        if not 1 <= self._num_stages <= len(made):
+            raise ConfigError(
+                f"num_stages is {self._num_stages}, and there are {len(made)} dense blocks; each "
+                "stage has at least one."
+            )
+        workload.check_ties(self._num_stages)
+        return workload
+
+    def _batches(self) -> Batches:
+        return Batches(self.emb, shards=self._num_shards)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """What ends a step inside ends this life of the pipeline."""
+        try:
+            yield
+        except TrainingError as error:
+            self._broken = error
+            raise
+
+
+def _taken_apart(stages: Sequence[Any]) -> tuple[EmbeddingStage, tuple[nn.Module, ...]]:
+    emb, *blocks = stages
+    if not isinstance(emb, EmbeddingStage):
+        raise ConfigError(
+            f"the first stage is a {type(emb).__name__}, expected a rec.EmbeddingStage; a model "
+            "without embeddings is trained by ray_pipe.PipelineTrainer."
+        )
+    if not blocks:
+        raise ConfigError("there is no dense block behind the EmbeddingStage; give an nn.Module.")
+    for place_, block in enumerate(blocks, start=1):
+        if not isinstance(block, nn.Module):
+            raise ConfigError(f"stage {place_} is a {type(block).__name__}, expected an nn.Module.")
+    return emb, tuple(blocks)
+
+
+def _config(
+    *,
+    optim: OptimConfig | None,
+    stages: int,
+    micro_batches: int,
+    codec: str,
+    seed: int,
+    deadline_s: float,
+) -> RunConfig:
+    """The settings of a run that the stages know."""
+    config = RunConfig.from_dict(
+        {
+            "task": "ctr",
+            "steps": 1,
+            "seed": seed,
+            "deadline_s": deadline_s,
+            "codec.name": codec,
+            "pipeline.stages": stages,
+            "pipeline.micro_batches": micro_batches,
+            "faults.max_failures": 0,
+            "faults.black_box": "off",
+        },
+        source="Pipeline",
+    )
+    if config.codec.has_memory:
+        raise ConfigError(
+            f"codec={codec!r} remembers each sample's activation, and a loader's samples have no "
+            "ids; use fp32, fp16 or directq."
+        )
+    if optim is None:
+        return config
+    if optim.decay != "constant":
+        raise ConfigError(
+            f"optim.decay is {optim.decay!r}, which must know the number of steps, and a loader "
+            "does not say it; use decay='constant'."
+        )
+    return replace(config, optim=optim)
+
+
+def _never(start: int, stop: int) -> nn.Module:
+    raise AssertionError("the blocks are given, not built")

@@ -1,0 +1,170 @@
+"""The embedding stage of a pipeline from Python: which tables, on how many shards, how stale.
+
+Path: ray_pipe.rec_pipeline -> ray_pipe.rec_stage -> ray_pipe.rec_arm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_pipe.ctr_section import MAX_TAU
+from ray_pipe.errors import ConfigError
+from stages.embedding.auto_staleness import AutoStaleness
+from stages.embedding.embedding_spec import EmbeddingSpec
+from stages.embedding.letters import Wire
+from stages.embedding.loaded import LoadedFeature
+from stages.embedding.permits import MAX_AUTO_TAU
+from stages.embedding.row_arrays import nbytes_of
+from stages.embedding.row_export import Increment
+from stages.embedding.tables import Table, check_tables
+
+if TYPE_CHECKING:
+    from ray_pipe.rec_pipeline import Pipeline
+
+DENSE, LABEL = "dense", "label"
+ROOM = 2 << 30
+"""Bytes for the rows of all shards, where nothing else is said."""
+
+SLACK = 1.25
+"""A store is larger than the tables in it may become: new versions, slabs that are not full."""
+
+MAX_SHARDS = 64
+
+
+class EmbeddingStage:
+    """The first item of `ray_pipe.Pipeline([...])`. Its rows live on Ray actors."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        shards: int = 2,
+        max_staleness: int | str | AutoStaleness = "auto",
+        wire: Wire | None = None,
+        capacity: int | str | None = None,
+        spill: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`max_staleness` is how many versions rows may be behind when their gradients arrive:
+        0 is synchronous, "auto" measures what hides the links, `AutoStaleness(cap=…)` bounds that.
+        `capacity` is of the rows of all tables and shards; a table may have its own below it.
+        """
+        self.tables = tuple(tables)
+        check_tables(self.tables)
+        self.features = features_of(self.tables)
+        if not any(feature.sharded for feature in self.features):
+            raise ConfigError(
+                "every table is replicated, so that no row is left for the shards; train them as "
+                "parameters of an ordinary model, or shard one."
+            )
+        self.shards = check_shards(shards)
+        self.tau, self.auto = _staleness(max_staleness)
+        self.wire = wire or Wire()
+        self.capacity = _capacity(self.tables, capacity)
+        self.spill = None if spill is None else str(spill)
+        self.seed = seed
+        self._pipe: Pipeline | None = None
+
+    @property
+    def bound(self) -> int:
+        """The largest staleness that may occur."""
+        if self.tau is not None:
+            return self.tau
+        return MAX_AUTO_TAU if self.auto is None else self.auto.cap
+
+    def spec(self, shards: int) -> EmbeddingSpec:
+        """What stage 0 and the shards need to know."""
+        return EmbeddingSpec(
+            tables=self.tables,
+            features=tuple(f.table for f in self.features if f.sharded),
+            num_shards=shards,
+            tau=self.tau,
+            wire=self.wire,
+            order=None,
+            num_steps=1 << 62,  # a loader does not say when it ends
+            capacity=max(1 << 20, self.capacity // shards),
+            spill=self.spill,
+            seed=self.seed,
+        )
+
+    def attach(self, pipe: Pipeline) -> None:
+        """Become the stage of a pipeline; of one only."""
+        if self._pipe is not None:
+            raise ConfigError("this EmbeddingStage is part of a Pipeline already; make another.")
+        self._pipe = pipe
+
+    # --- of a pipeline ----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Rows, bytes, hit rates, evictions, staleness, lost and dropped gradients, alive chunks,
+        and the bytes that were sent, by link and kind. Waits for the steps under way."""
+        return self._of_pipe().embedding_stats()
+
+    def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:
+        """Weights for serving: what changed since the last export here, and what is gone."""
+        return self._of_pipe().export(folder, full=full)
+
+    def rows(self, table: str) -> tuple[Any, Any]:
+        """Ids and weights of all rows of a sharded table, by rising id: for looking into it."""
+        return self._of_pipe().rows(table)
+
+    def _of_pipe(self) -> Pipeline:
+        if self._pipe is None:
+            raise ConfigError("this EmbeddingStage has no rows yet: put it first in a Pipeline.")
+        return self._pipe
+
+
+def features_of(tables: Sequence[Table]) -> tuple[LoadedFeature, ...]:
+    """All features, in the order of their tables; each reads one table."""
+    found: dict[str, LoadedFeature] = {}
+    for table in tables:
+        for name in table.features:
+            if name in found:
+                raise ConfigError(
+                    f"feature {name!r} is of tables {found[name].table!r} and {table.name!r}; it "
+                    "can read one."
+                )
+            if name in (DENSE, LABEL):
+                raise ConfigError(
+                    f"table {table.name!r} has a feature {name!r}, which is what a batch calls its "
+                    f"{'dense features' if name == DENSE else 'labels'}; rename it."
+                )
+            found[name] = LoadedFeature(
+                name=name,
+                table=table.name,
+                pooling=table.pooling.get(name, "sum"),
+                dim=table.dim,
+                sharded=table.placement == "sharded",
+            )
+    return tuple(found.values())
+
+
+def check_shards(shards: int) -> int:
+    """A number of shards that can be started."""
+    if not 1 <= shards <= MAX_SHARDS:
+        raise ConfigError(f"shards is {shards}, must be from 1 to {MAX_SHARDS}.")
+    return shards
+
+
+def _staleness(wish: int | str | AutoStaleness) -> tuple[int | None, AutoStaleness | None]:
+    if isinstance(wish, AutoStaleness):
+        return None, wish
+    if wish == "auto":
+        return None, None
+    if isinstance(wish, bool) or not isinstance(wish, int) or not 0 <= wish <= MAX_TAU:
+        raise ConfigError(
+            f"max_staleness is {wish!r}; it must be 0 (synchronous), a whole number up to "
+            f'{MAX_TAU}, "auto", or rec.AutoStaleness(cap=…).'
+        )
+    return wish, None
+
+
+def _capacity(tables: Sequence[Table], wish: int | str | None) -> int:
+    """What was asked for, or room for what the tables ask for."""
+    if wish is not None:
+        return nbytes_of(wish)
+    own = [nbytes_of(t.capacity) for t in tables if t.capacity is not None]
+    others = any(t.capacity is None and t.placement == "sharded" for t in tables)
+    return max(ROOM, round(SLACK * sum(own)) + ROOM * others)

@@ -1,0 +1,184 @@
+"""Batches of a loader through real stages and shards, in one process and virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rec_bench import Plain, batches, blocks, tables
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from compressors.registry import CodecSpec
+from netsim.clock import run_virtual
+from netsim.link import Link
+from netsim.shaper import Uplink
+from netsim.simulate import Cores
+from netsim.topology import Topology
+from ray_pipe import rec
+from ray_pipe.config import RunConfig
+from ray_pipe.plans import optim_spec
+from ray_pipe.rec_arm import OwnLoss
+from ray_pipe.rec_batches import Batches
+from ray_pipe.rec_loader import letters
+from stages.assembly import assemble
+from stages.compute import Compute
+from stages.embedding.front import Front
+from stages.embedding.loaded import Inbox, sample_ids_of
+from stages.embedding.shard import Shard
+from stages.embedding.shard_server import ShardServer
+from stages.lanes import Recorder
+from stages.plan import StepPlan
+from stages.record import StepRecord
+from stages.rehearsal import CostLane, StageCosts
+from stages.spec import StageSpec
+from stages.stage import Stage
+from stages.wiring import Lanes
+
+WORK = StageCosts(phases={"forward": 0.01, "backward": 0.02})
+LOADER = 4
+
+
+class Bench:
+    """Two dense stages, two shards and a loader, 20 ms apart."""
+
+    def __init__(self, *, tau: int = 0, micro_batches: int = 1, latency_s: float = 0.02) -> None:
+        self.emb = rec.EmbeddingStage(
+            tables(), max_staleness=tau, wire=rec.Wire(values="fp32"), capacity="64MiB"
+        )
+        self.micro_batches = micro_batches
+        self.reader = Batches(self.emb, shards=2)
+        self.topology = Topology.uniform(5, latency_s=latency_s)
+        self.spec = self.emb.spec(2)
+        first, second = blocks()
+        front = Front(first, features=self.emb.features, tables=self.emb.tables, seed=0)
+        self.shards: list[Shard] = []
+        self.servers: list[ShardServer] = []
+        for index in range(2):
+            self._start_shard(index)
+        self.stages = [self._stage(0, front), self._stage(1, second)]
+        self.loader = [Link(self.topology.link(LOADER, i), Uplink(), self._to(i)) for i in range(2)]
+        self.number = 0
+        self.losses: list[float] = []
+
+    def _to(self, stage: int) -> Callable[[Any], None]:
+        return lambda frame: self.stages[stage].on_frame(LOADER, frame)
+
+    def _start_shard(self, index: int) -> None:
+        shard = Shard(
+            self.spec.tables, index=index, num_shards=2, tau=self.spec.bound, core="twin",
+            capacity="8MiB", slab="64KiB", pages="4k",
+        )  # fmt: skip
+        node = 2 + index
+        back = Link(
+            self.topology.link(node, 0), Uplink(),
+            lambda frame: self.stages[0].on_frame(node, frame),
+        )  # fmt: skip
+        self.shards.append(shard)
+        self.servers.append(ShardServer(shard, link_to=lambda c: back, wire=self.spec.wire))
+
+    def _stage(self, index: int, module: nn.Module) -> Stage:
+        config = RunConfig.from_dict({"task": "ctr"})
+        loss: Any = None
+        if index == 1:
+            loss = OwnLoss(micro_batches=self.micro_batches)
+            loss.function = binary_cross_entropy_with_logits
+        spec = StageSpec(
+            index=index, num_stages=2, build=lambda: module, loss=loss, optim=optim_spec(config),
+            activation_codec=CodecSpec(name="fp32"), gradient_codec=CodecSpec(name="fp32"),
+            topology=self.topology, dataset="loader", loader=LOADER,
+            embedding=self.spec if index == 0 else None,
+        )  # fmt: skip
+        recorder, cores = Recorder(), Cores(1e9)
+        lane = [CostLane(cores, WORK, recorder) for _ in range(3)]
+
+        def deliver_to(target: int) -> Callable[[Any], None]:
+            if target >= 2:
+                return lambda frame: self.servers[target - 2].on_frame(frame)
+            return lambda frame: self.stages[target].on_frame(index, frame)
+
+        return assemble(
+            spec,
+            compute=Compute(nn.Sequential(module), optim=spec.optim, loss=loss),
+            samples=Inbox(self.emb.features),
+            lanes=Lanes(receive=lane[0], compute=lane[1], transmit=lane[2]),
+            recorder=recorder,
+            deliver_to=deliver_to,
+            session=1,
+        )
+
+    def send(self, batch: Any, *, step: int) -> StepPlan:
+        """A batch leaves the loader; the plan that speaks of it."""
+        loaded = self.reader.read(batch, micro_batches=self.micro_batches)
+        for letter in letters(loaded, step=step, first=self.number, last=1):
+            self.loader[letter.target].send(letter.frame, kind=letter.kind)
+        ids = tuple(
+            sample_ids_of(self.number + i, one.part.num_samples) for i, one in enumerate(loaded)
+        )
+        self.number += len(loaded)
+        return StepPlan(step=step, micro_batches=ids, schedule="gpipe", lr=1e-3, deadline_s=5.0)
+
+    async def run(self, plan: StepPlan) -> list[StepRecord]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stage.run(plan)) for stage in self.stages]
+        records = [task.result() for task in tasks]
+        if plan.train:
+            assert records[-1].loss is not None
+            self.losses.append(records[-1].loss)
+        return records
+
+    async def train(self, made: list[Any], *, first: int = 0, ahead: int = 1) -> None:
+        """Steps on batches, each sent so many steps before its own."""
+        plans = []
+        for step in range(first, first + len(made)):
+            while len(plans) < min(len(made), step - first + ahead):
+                plans.append(self.send(made[len(plans)], step=first + len(plans)))
+            await self.run(plans[step - first])
+
+    async def drain(self) -> None:
+        assert self.stages[0].feed is not None
+        await self.stages[0].feed.drain()
+
+    def assert_same_as(self, plain: Plain) -> None:
+        """Every weight and every row, to the bit."""
+        weights = {
+            name.replace("0.", f"{index}.", 1).replace(".block.", "."): tensor
+            for index, stage in enumerate(self.stages)
+            for name, tensor in stage.compute.module.state_dict().items()
+        }
+        for name, tensor in plain.net.state_dict().items():
+            assert torch.equal(weights[name], tensor), name
+        for name, tensor in plain.small().items():
+            assert torch.equal(weights[f"0.{name}"], tensor), name
+        (one,) = plain.emb.shards
+        for name in ("user", "item"):
+            total = 0
+            for shard in self.shards:
+                keys = np.concatenate([p.keys for p in shard.rows[name].scan()])
+                total += len(keys)
+                there = one.rows[name].read(keys).weights
+                assert np.array_equal(shard.rows[name].read(keys).weights, there), name
+            assert total == one.rows[name].stats()["rows"]
+
+
+def drive(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return run_virtual(main(), limit_s=1e5)
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_tau_zero_is_a_plain_loop_to_the_bit(ahead: int) -> None:
+    made, plain = batches(8), Plain(tables())
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.train(made, ahead=ahead)
+        await bench.drain()
+
+        assert bench.losses == [plain.step(batch) for batch in made]
+        bench.assert_same_as(plain)
+
+    drive(main)
