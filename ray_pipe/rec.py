@@ -34,6 +34,7 @@ from ray_pipe.rec_stage import EmbeddingStage
 from stages.embedding.auto_staleness import AutoStaleness
 from stages.embedding.in_process import EmbeddingBag, Embeddings
 from stages.embedding.letters import Wire
+from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_export import ExportReader, Increment
 from stages.embedding.row_rules import Adagrad, Adam, Constant, Normal, RowAdagrad, Sgd, Uniform
 from stages.embedding.tables import ChunkPrune, MinCount, Table
@@ -52,6 +53,7 @@ __all__ = [
     "Increment",
     "Jagged",
     "MinCount",
+    "NonFiniteGradientError",
     "Normal",
     "RowAdagrad",
     "Sgd",

@@ -20,7 +20,7 @@ from stages.embedding.loaded import DTYPES, MAX_SAMPLES, Bag, Part
 from stages.embedding.pooling import as_bags
 from stages.embedding.shard_table import whole_bytes
 from stages.embedding.shard_terms import CapacityError
-from stages.embedding.tables import Table, shard_of
+from stages.embedding.tables import shard_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class Batches:
         self._limits = {
             table.name: limit
             for table in stage.tables
-            if table.placement == "sharded" and (limit := _max_rows(table, shards))
+            if table.placement == "sharded"
+            and (limit := table.rows_within(whole_bytes(table), shards))
         }
 
     def read(self, batch: Any, *, micro_batches: int = 1) -> list[Loaded]:
@@ -142,10 +143,6 @@ class Batches:
 
 def num_samples(loaded: Sequence[Loaded]) -> int:
     return sum(one.part.num_samples for one in loaded)
-
-
-def _max_rows(table: Table, shards: int) -> int:
-    return table.rows_within(whole_bytes(table), shards)
 
 
 def _dense(dense: Any) -> Tensor | None:

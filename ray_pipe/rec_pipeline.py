@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,28 +30,28 @@ from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor, nn
 
+from ray_pipe import rec_saves
+from ray_pipe.checkpoint_files import Checkpoint, open_checkpoint
 from ray_pipe.cluster import StageActors, connect, nodes
-from ray_pipe.config import OptimConfig, RunConfig
+from ray_pipe.config import OptimConfig
 from ray_pipe.ctr_workload import EVAL_SAMPLES
-from ray_pipe.data import Order
 from ray_pipe.errors import ConfigError, TrainingError
 from ray_pipe.failures import cause_of
 from ray_pipe.ledger import Ledger
 from ray_pipe.planner.placement import place
-from ray_pipe.rec_arm import LoadedArm, LoadedPipeline, OwnLoss
+from ray_pipe.rec_arm import LoadedPipeline
 from ray_pipe.rec_batches import Batches, Loaded, num_samples
 from ray_pipe.rec_link import Link
-from ray_pipe.rec_stage import EmbeddingStage
+from ray_pipe.rec_plan import arm_of, config_of, taken_apart, workload_of
+from ray_pipe.rec_stage import EmbeddingStage, check_shards
 from ray_pipe.recovery import Failure
 from ray_pipe.shards import Shards
-from ray_pipe.workload import Workload, tied_names
 from stages.embedding.feed import LOOKAHEAD
-from stages.embedding.front import Front
 from stages.embedding.in_process import merged_stats
-from stages.embedding.loaded import Inbox
 from stages.embedding.loaded_feed import REFUSAL
 from stages.embedding.row_errors import NonFiniteGradientError
-from stages.embedding.row_export import Increment
+from stages.embedding.row_export import Increment, publish
+from stages.storage import Folder
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 CALL_S = 600.0
@@ -104,10 +104,10 @@ class Pipeline:
         activations travel between stages. `address` is of a Ray cluster; without it, and without
         a Ray that runs already, one is started. Nothing starts before it is needed.
         """
-        self.emb, self.blocks = _taken_apart(stages)
+        self.emb, self.blocks = taken_apart(stages)
         self._num_stages = len(self.blocks) if num_stages is None else num_stages
         self._link = link or Link()
-        self._config = _config(
+        self._config = config_of(
             optim=optim,
             stages=self._num_stages,
             micro_batches=micro_batches,
@@ -118,10 +118,16 @@ class Pipeline:
         self._address, self._name = address, name
         self._max_shard_failures = max_shard_failures
         self._num_shards = self.emb.shards
-        self._workload = self._make_workload(micro_batches)
-        self._stack: ExitStack | None = None
-        self._actors: StageActors | None = None
-        self._shards: Shards | None = None
+        self._workload = workload_of(
+            self.emb,
+            self.blocks,
+            stages=self._num_stages,
+            micro_batches=micro_batches,
+            name=name,
+        )
+        self._stack = ExitStack()
+        self._is_connected = False
+        self._life = ExitStack()
         self._pipeline: LoadedPipeline | None = None
         self._broken: BaseException | None = None
         self._is_closed = False
@@ -257,6 +263,42 @@ class Pipeline:
                     rest = rest.removeprefix("block.") if cut.start + int(place) == 0 else rest
                     yield f"{cut.start + int(place)}.{rest}", tensor
 
+    def save(self, folder: str | Path) -> None:
+        """All weights, optimizer states and rows after the steps so far, as one checkpoint."""
+        self.drain()
+        with self._breaking():
+            rec_saves.save(self._running(), self.emb, folder, steps=self._next_step)
+        self._keep(open_checkpoint(Folder(str(folder))))
+
+    def load(self, folder: str | Path, *, shards: int | None = None) -> None:
+        """Go on from a checkpoint, on this or another number of shards.
+
+        One that does not fit is refused, and leaves everything as it was. Stages and shards are
+        started anew; steps that were under way are dropped. A pipeline that an error has ended
+        goes on too.
+        """
+        if self._is_closed:
+            raise TrainingError("this Pipeline is closed; make another, and load that one")
+        checkpoint = rec_saves.open_saved(folder, self.emb, num_stages=self._num_stages)
+        num_shards = self._num_shards if shards is None else check_shards(shards)
+        self.emb.spec(num_shards)
+        rec_saves.check_blocks(self._pipeline or self._running(), checkpoint)
+        self._life.close()
+        self._pipeline = self._broken = self._loss = None
+        self._num_shards = num_shards
+        with self._breaking():
+            pipeline = self._running()
+            pipeline.load_states(checkpoint.states())
+            pipeline.load_shards(checkpoint)
+        self._next_step, self._part = checkpoint.step, 0
+        self._losses = {step: loss for step, loss in self._losses.items() if step < checkpoint.step}
+        self._ledger.rewind(checkpoint.step)
+        self._keep(checkpoint)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        """A shard that dies begins with these rows."""
+        self._running().shards.rows_from = partial(rec_saves.saved_rows, checkpoint)
+
     # --- of the embedding stage -------------------------------------------------------------------
 
     def embedding_stats(self) -> dict[str, Any]:
@@ -284,7 +326,9 @@ class Pipeline:
     def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:
         """See `EmbeddingStage.export`."""
         self.drain()
+        Path(folder).mkdir(parents=True, exist_ok=True)
         increments: list[Increment] = self._ask_shards("export", str(Path(folder).resolve()), full)
+        publish(Path(folder), num_shards=len(increments))
         return increments
 
     def rows(self, table: str) -> tuple[Any, Any]:
@@ -322,9 +366,9 @@ class Pipeline:
     def close(self) -> None:
         """End the stages and shards, and a Ray that was started for them; rows are gone then."""
         self._is_closed = True
-        stack, self._stack, self._pipeline = self._stack, None, None
-        if stack is not None:
-            stack.close()
+        self._pipeline = None
+        with self._stack:
+            self._life.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -345,73 +389,37 @@ class Pipeline:
         return self._pipeline
 
     def _begin(self) -> None:
-        """Actors, if there are none, and a life of the pipeline on them."""
-        if self._stack is None:
-            self._stack = ExitStack()
-        stack = self._stack
+        """Ray, if it does not run yet, and a life of the pipeline on actors of its own."""
+        if not self._is_connected:
+            self._stack.enter_context(connect(self._address, job_name=self._name))
+            self._is_connected = True
+        life = self._life
         try:
-            if self._actors is None:
-                stack.enter_context(connect(self._address, job_name=self._name))
-                self._actors = stack.enter_context(
-                    StageActors(
-                        self._num_stages,
-                        label=self._name,
-                        placement=place(self._num_stages, nodes()),
-                    )
+            actors = life.enter_context(
+                StageActors(
+                    self._num_stages,
+                    label=self._name,
+                    placement=place(self._num_stages, nodes()),
                 )
-            if self._shards is None:
-                self._shards = stack.enter_context(
-                    Shards(
-                        self._num_shards,
-                        label=self._name,
-                        nodes=nodes(),
-                        num_stages=self._num_stages,
-                        max_failures=self._max_shard_failures,
-                    )
-                )
-            self._pipeline = LoadedPipeline(
-                self._actors, self._arm(), shards=self._shards, epoch_s=time.time()
             )
+            shards = life.enter_context(
+                Shards(
+                    self._num_shards,
+                    label=self._name,
+                    nodes=nodes(),
+                    num_stages=self._num_stages,
+                    max_failures=self._max_shard_failures,
+                )
+            )
+            arm = arm_of(
+                self.emb, self._config, self._workload, self._link, shards=self._num_shards
+            )
+            self._pipeline = LoadedPipeline(actors, arm, shards=shards, epoch_s=time.time())
             self._pipeline.on_failure = self.failures.append
-            stack.callback(self._pipeline.close)
+            life.callback(self._pipeline.close)
         except BaseException:
-            self.close()
+            life.close()
             raise
-
-    def _arm(self) -> LoadedArm:
-        nodes_needed = self._num_stages + self._num_shards + 1
-        return LoadedArm(
-            label=self._name,
-            config=self._config,
-            codec=self._config.codec,
-            workload=self._workload,
-            topology=self._link.topology(nodes_needed),
-            order=Order(num_samples=1, micro_batches=1, micro_batch_size=1, seed=0),
-            num_steps=1,
-            deadline_s=self._config.deadline_s,
-            embedding=self.emb.spec(self._num_shards),
-        )
-
-    def _make_workload(self, micro_batches: int) -> Workload:
-        first, *others = self.blocks
-        front = Front(first, features=self.emb.features, tables=self.emb.tables, seed=self.emb.seed)
-        made = (front, *others)
-        workload = Workload(
-            costs=tuple(float(sum(p.numel() for p in block.parameters()) or 1) for block in made),
-            build=_never,
-            loss=OwnLoss(micro_batches=micro_batches),
-            samples=Inbox(self.emb.features),  # type: ignore[arg-type]
-            blocks=made,
-            tied=tied_names(made),
-            name=self._name,
-        )
-        if not 1 <= self._num_stages <= len(made):
-            raise ConfigError(
-                f"num_stages is {self._num_stages}, and there are {len(made)} dense blocks; each "
-                "stage has at least one."
-            )
-        workload.check_ties(self._num_stages)
-        return workload
 
     def _batches(self) -> Batches:
         return Batches(self.emb, shards=self._num_shards)
@@ -424,61 +432,3 @@ class Pipeline:
         except TrainingError as error:
             self._broken = error
             raise
-
-
-def _taken_apart(stages: Sequence[Any]) -> tuple[EmbeddingStage, tuple[nn.Module, ...]]:
-    emb, *blocks = stages
-    if not isinstance(emb, EmbeddingStage):
-        raise ConfigError(
-            f"the first stage is a {type(emb).__name__}, expected a rec.EmbeddingStage; a model "
-            "without embeddings is trained by ray_pipe.PipelineTrainer."
-        )
-    if not blocks:
-        raise ConfigError("there is no dense block behind the EmbeddingStage; give an nn.Module.")
-    for place_, block in enumerate(blocks, start=1):
-        if not isinstance(block, nn.Module):
-            raise ConfigError(f"stage {place_} is a {type(block).__name__}, expected an nn.Module.")
-    return emb, tuple(blocks)
-
-
-def _config(
-    *,
-    optim: OptimConfig | None,
-    stages: int,
-    micro_batches: int,
-    codec: str,
-    seed: int,
-    deadline_s: float,
-) -> RunConfig:
-    """The settings of a run that the stages know."""
-    config = RunConfig.from_dict(
-        {
-            "task": "ctr",
-            "steps": 1,
-            "seed": seed,
-            "deadline_s": deadline_s,
-            "codec.name": codec,
-            "pipeline.stages": stages,
-            "pipeline.micro_batches": micro_batches,
-            "faults.max_failures": 0,
-            "faults.black_box": "off",
-        },
-        source="Pipeline",
-    )
-    if config.codec.has_memory:
-        raise ConfigError(
-            f"codec={codec!r} remembers each sample's activation, and a loader's samples have no "
-            "ids; use fp32, fp16 or directq."
-        )
-    if optim is None:
-        return config
-    if optim.decay != "constant":
-        raise ConfigError(
-            f"optim.decay is {optim.decay!r}, which must know the number of steps, and a loader "
-            "does not say it; use decay='constant'."
-        )
-    return replace(config, optim=optim)
-
-
-def _never(start: int, stop: int) -> nn.Module:
-    raise AssertionError("the blocks are given, not built")

@@ -18,17 +18,16 @@ from stages.embedding.loaded import LoadedFeature
 from stages.embedding.permits import MAX_AUTO_TAU
 from stages.embedding.row_arrays import nbytes_of
 from stages.embedding.row_export import Increment
+from stages.embedding.shard_table import store_capacity
 from stages.embedding.tables import Table, check_tables
 
 if TYPE_CHECKING:
     from ray_pipe.rec_pipeline import Pipeline
 
 DENSE, LABEL = "dense", "label"
-ROOM = 2 << 30
-"""Bytes for the rows of all shards, where nothing else is said."""
-
-SLACK = 1.25
-"""A store is larger than the tables in it may become: new versions, slabs that are not full."""
+MIN_CAPACITY = 1 << 20
+AUTO_WINDOW = 4
+"""Steps between two looks of `max_staleness="auto"`."""
 
 MAX_SHARDS = 64
 
@@ -62,9 +61,10 @@ class EmbeddingStage:
         self.shards = check_shards(shards)
         self.tau, self.auto = _staleness(max_staleness)
         self.wire = wire or Wire()
-        self.capacity = _capacity(self.tables, capacity)
+        self.capacity = _capacity(capacity)
         self.spill = None if spill is None else str(spill)
         self.seed = seed
+        self.spec(self.shards)
         self._pipe: Pipeline | None = None
 
     @property
@@ -81,13 +81,25 @@ class EmbeddingStage:
             features=tuple(f.table for f in self.features if f.sharded),
             num_shards=shards,
             tau=self.tau,
+            auto_cap=self.bound,
+            auto_window=AUTO_WINDOW if self.auto is None else self.auto.window,
             wire=self.wire,
             order=None,
             num_steps=1 << 62,  # a loader does not say when it ends
-            capacity=max(1 << 20, self.capacity // shards),
+            capacity=self._shard_capacity(shards),
             spill=self.spill,
             seed=self.seed,
         )
+
+    def _shard_capacity(self, shards: int) -> int:
+        try:
+            return store_capacity(
+                tuple(table for table in self.tables if table.placement == "sharded"),
+                num_shards=shards,
+                given=None if self.capacity is None else self.capacity // shards,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def attach(self, pipe: Pipeline) -> None:
         """Become the stage of a pipeline; of one only."""
@@ -161,10 +173,14 @@ def _staleness(wish: int | str | AutoStaleness) -> tuple[int | None, AutoStalene
     return wish, None
 
 
-def _capacity(tables: Sequence[Table], wish: int | str | None) -> int:
-    """What was asked for, or room for what the tables ask for."""
-    if wish is not None:
-        return nbytes_of(wish)
-    own = [nbytes_of(t.capacity) for t in tables if t.capacity is not None]
-    others = any(t.capacity is None and t.placement == "sharded" for t in tables)
-    return max(ROOM, round(SLACK * sum(own)) + ROOM * others)
+def _capacity(wish: int | str | None) -> int | None:
+    """Bytes that were asked for; None: what the tables' own limits want."""
+    if wish is None:
+        return None
+    capacity = nbytes_of(wish)
+    if capacity < MIN_CAPACITY:
+        raise ConfigError(
+            f"capacity is {capacity} bytes, less than the tables need before their first row; use "
+            f"{MIN_CAPACITY} or more."
+        )
+    return capacity

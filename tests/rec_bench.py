@@ -18,8 +18,8 @@ from ray_pipe.config import RunConfig
 from ray_pipe.plans import optim_spec
 from stages.optim import make_optimizer, set_lr
 
-FEATURES = ("user", "item", "history", "shown", "recent", "gender")
-WIDTH = 8 + 12 + 12 + 3 * 12 + 8 + 4 + 2
+FEATURES = ("user", "item", "history", "shown", "recent", "gender", "country")
+WIDTH = 8 + 12 + 12 + 3 * 12 + 8 + 4 + 4 + 2
 
 
 def tables(**user: Any) -> list[rec.Table]:
@@ -38,6 +38,7 @@ def tables(**user: Any) -> list[rec.Table]:
             init=rec.Uniform(0.1),
         ),
         rec.Table("gender", dim=4, placement="replicated", num_ids=3, init=rec.Uniform(0.1)),
+        rec.Table("country", dim=4, placement="replicated", init=rec.Uniform(0.1)),
     ]
 
 
@@ -88,6 +89,7 @@ def batches(num: int, *, size: int = 23, seed: int = 0) -> list[dict[str, Any]]:
                 "history": rec.Jagged(torch.from_numpy(draw.zipf(1.2, num_ids) % 300), offsets),
                 "shown": torch.from_numpy(draw.zipf(1.2, (size, 3)) % 300),
                 "gender": torch.from_numpy(draw.integers(0, 3, size)),
+                "country": torch.from_numpy(draw.integers(-9, 9, size) << 40),
                 "dense": torch.from_numpy(draw.normal(size=(size, 2)).astype(np.float32)),
                 "label": torch.from_numpy((user % 2).astype(np.float32)),
             }

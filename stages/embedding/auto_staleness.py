@@ -68,7 +68,7 @@ class AutoStaleness:
         self.cap = cap
         self.tau = 0
         self.changes: list[TauChange] = []
-        self._window = window
+        self.window = window
         self._num_seen = 0
         self._skip = 0
         self._times: list[tuple[float, float, float]] = []
@@ -92,7 +92,7 @@ class AutoStaleness:
             return None
         self._times.append((pull_s, step_s, push_s))
         is_first = self._num_seen == len(self._times)
-        if len(self._times) < (FIRST_LOOK if is_first else self._window):
+        if len(self._times) < (FIRST_LOOK if is_first else self.window):
             return None
         typical = min if is_first else statistics.median
         pulls, steps, pushes = (typical(part) for part in zip(*self._times, strict=True))

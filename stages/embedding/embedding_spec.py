@@ -38,6 +38,12 @@ class EmbeddingSpec:
     tau: int | None
     """How many versions rows may be behind; None measures what hides the links."""
 
+    auto_cap: int = MAX_AUTO_TAU
+    """The largest bound that measuring may choose."""
+
+    auto_window: int = 4
+    """Steps between two looks of it; those before the first are synchronous."""
+
     wire: Wire
     order: Any
     """`at(step)`: the samples of each micro-batch, so that ids travel before the plan does."""
@@ -67,7 +73,7 @@ class EmbeddingSpec:
     @property
     def bound(self) -> int:
         """What a shard enforces: nothing older is ever applied."""
-        return MAX_AUTO_TAU if self.tau is None else self.tau
+        return self.auto_cap if self.tau is None else self.tau
 
     def node(self, shard: int, num_stages: int) -> int:
         """The shard's place in the topology: behind the stages."""

@@ -46,10 +46,6 @@ LOOKAHEAD = 2
 TICKETS_OF_A_SESSION = 1 << 20
 
 
-AUTO_WINDOW = 4
-"""Steps between two looks of `staleness: auto`; those before the first are synchronous."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Coming:
     """A step whose ids are on their way, and perhaps its rows."""
@@ -81,7 +77,9 @@ class Feed:
             session=session,
             deadline_s=spec.deadline_s,
             num_tries=spec.num_tries,
-            auto=AutoStaleness(cap=spec.bound, window=AUTO_WINDOW) if spec.tau is None else None,
+            auto=AutoStaleness(cap=spec.bound, window=spec.auto_window)
+            if spec.tau is None
+            else None,
         )
         self.events: list[str] = []
         self.num_refused = 0

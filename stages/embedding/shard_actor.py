@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from stages.actor_probes import end_actor
 from stages.courier import Courier, disclose
 from stages.digest import software
 from stages.embedding.embedding_spec import EmbeddingSpec
+from stages.embedding.row_export import Exporter, Increment
 from stages.embedding.shard import Shard
 from stages.embedding.shard_files import fill_shard
 from stages.embedding.shard_server import ShardServer
@@ -69,6 +71,8 @@ class ShardActor:
         self._server: ShardServer | None = None
         self._link: LinkLike | None = None
         self._generation = -1
+        self._num_shards = 1
+        self._exporters: dict[Path, Exporter] = {}
         self._kept: dict[str, KeptShard] = {}
 
     def __repr__(self) -> str:
@@ -83,6 +87,7 @@ class ShardActor:
         self._forget_kept(0)
         self._server = self._on_loop(self._build, spec, place)
         self._generation = place.generation
+        self._num_shards, self._exporters = spec.num_shards, {}
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -212,6 +217,17 @@ class ShardActor:
     def sizes(self, paths: list[str]) -> list[int]:
         """Bytes of files as this machine sees them; -1 of those that it does not."""
         return [os.path.getsize(path) if os.path.isfile(path) else -1 for path in paths]
+
+    def export(self, folder: str, full: bool) -> Increment:
+        """Write what serving has not seen of this shard, or all of it; see `row_export`."""
+        return self._on_loop(self._export, Path(folder), full)
+
+    def _export(self, folder: Path, full: bool) -> Increment:
+        assert self._server is not None
+        if folder not in self._exporters or full:
+            shard = self._server.shard
+            self._exporters[folder] = Exporter(shard, folder, num_shards=self._num_shards)
+        return self._exporters[folder].export()
 
     def rows(self, table: str) -> tuple[Any, Any]:
         """Ids and weights of all rows of a table, by rising id: for tests and tools."""

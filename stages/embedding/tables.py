@@ -19,6 +19,8 @@ from stages.embedding.row_rules import Init, Optimizer, RowAdagrad, Uniform
 POOLINGS = ("sum", "mean", "sqrtn", "none")
 PLACEMENTS = ("sharded", "replicated")
 FEW_IDS = 4096
+"""A replicated table that does not say how many ids it has may meet so many."""
+
 _U64 = np.uint64
 
 
@@ -84,7 +86,8 @@ class Table:
     init: Init = Uniform(0.01)  # noqa: RUF009 (frozen)
     placement: str = "sharded"
     num_ids: int | None = None
-    """Of a replicated table: ids are 0 to num_ids - 1."""
+    """Of a replicated table: ids are 0 to num_ids - 1. None: any ids, numbered as training first
+    sees them, of which there may be `FEW_IDS`."""
 
     max_rows: int = 0
     """Of each shard; 0 is as many as `capacity` or the shard's memory holds."""
@@ -110,11 +113,8 @@ class Table:
             raise ValueError(
                 f"table {self.name!r}: placement is one of {PLACEMENTS}, got {self.placement!r}"
             )
-        if self.placement == "replicated" and not self.num_ids:
-            raise ValueError(
-                f"table {self.name!r} is replicated, so say how many ids it has: `num_ids`; "
-                f"tables of more than some {FEW_IDS} ids are better sharded"
-            )
+        if self.num_ids is not None and self.num_ids < 1:
+            raise ValueError(f"table {self.name!r} has num_ids {self.num_ids}; at least 1, or none")
         if self.placement == "replicated" and self.prune is not None:
             raise ValueError(f"table {self.name!r} is replicated; only sharded tables are pruned")
         if self.prune is not None and (

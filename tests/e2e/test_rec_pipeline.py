@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import ray.cloudpickle
 import rec_bench
 import torch
@@ -14,7 +16,7 @@ from rec_bench import Plain, batches, blocks, tables
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ray_pipe
-from ray_pipe import rec
+from ray_pipe import CheckpointError, rec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 for module in (sys.modules[__name__], rec_bench):
@@ -59,3 +61,137 @@ def test_tau_zero_on_two_shards_and_two_stages_is_a_plain_loop_to_the_bit(cluste
         links = stats["bytes_by_link"]
         assert set(links["loader->0"]) == {"embedding"}
         assert set(links["loader->1"]) == {"activation"}
+
+
+def test_evaluation_is_the_plain_models_and_leaves_no_trace(cluster: None) -> None:
+    made, plain = batches(6), Plain(tables())
+    held_out = batches(4, seed=9, size=40)
+    with pipeline(tables(), num_stages=1) as pipe:
+        pipe.fit(made, binary_cross_entropy_with_logits)
+        for batch in made:
+            plain.step(batch)
+        before = pipe.emb.stats()
+        found = rec.evaluate(pipe, held_out)
+        again = rec.evaluate(pipe, held_out)
+
+        plain.emb.eval()
+        with torch.no_grad():
+            assert found == again == rec.evaluate(plain.logits, held_out)
+        after = pipe.emb.stats()
+        assert [after[key] for key in ("rows", "version", "hit_rate")] == [
+            before[key] for key in ("rows", "version", "hit_rate")
+        ]
+        plain.emb.train()
+        more = batches(2, seed=5)
+        expected = [plain.step(batch) for batch in more]
+        assert pipe.fit(more, binary_cross_entropy_with_logits) == expected
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_shards_to_the_bit(
+    cluster: None, tmp_path: Path
+) -> None:
+    own = tables(admit=rec.MinCount(2))
+    made, plain = batches(10), Plain(own)
+    expected = [plain.step(batch) for batch in made]
+    with pipeline(own) as pipe:
+        losses = pipe.fit(made[:6], binary_cross_entropy_with_logits)
+        pipe.save(tmp_path / "ckpt")
+        rest = pipe.fit(made[6:], binary_cross_entropy_with_logits)
+        assert [*losses, *rest] == expected
+
+        pipe.load(tmp_path / "ckpt", shards=3)
+        assert pipe.fit(made[6:], binary_cross_entropy_with_logits) == expected[6:]
+        assert_same(plain, pipe)
+        assert pipe.emb.stats()["shards"] == 3
+
+    one = rec.Embeddings(own, capacity="64MiB")
+    assert one.load(tmp_path / "ckpt") > 0
+    with pytest.raises(CheckpointError, match=r"table 'user' was saved with dim 8, .* has 16"):
+        other(user_dim=16).load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match=r"tables \['country', 'gender', 'item', 'user'\]"):
+        other(name="visitor").load(tmp_path / "ckpt")
+    shard = tmp_path / "ckpt" / "shard_1_of_2.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"shard_1_of_2.safetensors has .* bytes.*cut off"):
+        pipeline(own).load(tmp_path / "ckpt")
+
+
+def other(*, user_dim: int = 8, name: str = "user") -> ray_pipe.Pipeline:
+    """A pipeline of other tables; nothing of it is started."""
+    user = rec.Table(name, dim=user_dim, optimizer=rec.RowAdagrad(lr=0.1))
+    return ray_pipe.Pipeline([rec.EmbeddingStage([user, *tables()[1:]]), *blocks()])
+
+
+def test_increments_have_tombstones_and_a_step_without_a_finite_gradient_is_refused(
+    cluster: None, tmp_path: Path
+) -> None:
+    own = tables(max_rows=400, evict="lru")
+    with pipeline(
+        own,
+        max_staleness=2,
+        wire=rec.Wire(values="fp16-rowscale"),
+        link=ray_pipe.Link("200Mbit", rtt="10ms"),
+        micro_batches=2,
+        codec="fp16",
+    ) as pipe:
+        first = batches(4, size=64)
+        pipe.fit(first, binary_cross_entropy_with_logits)
+        whole = pipe.emb.export(tmp_path)
+        reader = rec.ExportReader(tmp_path, capacity="8MiB")
+        early = pipe.emb.rows("user")[0]
+        wide = batches(12, size=64, seed=1)
+        for number, batch in enumerate(wide):
+            batch["user"] = batch["user"] + 1000 * number
+        pipe.fit(wide, binary_cross_entropy_with_logits)
+        more = pipe.emb.export(tmp_path)
+        reader.refresh()
+
+        ids, rows = pipe.emb.rows("user")
+        gone = np.setdiff1d(early, ids)
+        assert len(gone)
+        assert [one.number for one in (*whole, *more)] == [0, 0, 1, 1]
+        assert sum(one.tombstones for one in more) == len(gone)
+        assert np.array_equal(reader.lookup("user", ids), rows)
+        assert not reader.lookup("user", gone).any()
+        stats = pipe.emb.stats()
+        assert stats["evictions"] >= len(gone)
+        assert stats["staleness_max"] <= 2
+        assert max(stats["staleness_histogram"]) == stats["staleness_max"]
+
+        bad = dict(batches(1, size=64, seed=2)[0])
+        bad["dense"] = bad["dense"] * float("nan")
+        version = stats["version"]
+        with pytest.raises(rec.NonFiniteGradientError, match=r"step 16.*table '(user|item)'"):
+            float(pipe.step(bad, binary_cross_entropy_with_logits))
+        assert pipe.emb.stats()["version"] == version
+        assert np.isfinite(float(pipe.step(first[0], binary_cross_entropy_with_logits)))
+        assert pipe.emb.stats()["version"] == version + 1
+        with pytest.raises(ray_pipe.DataError, match="no 'label'"):
+            pipe.step({k: v for k, v in bad.items() if k != "label"}, None)
+        assert np.isfinite(float(pipe.step(first[1], binary_cross_entropy_with_logits)))
+
+
+def test_a_shard_that_is_killed_is_replaced_and_its_lost_pushes_are_counted(
+    cluster: None, tmp_path: Path
+) -> None:
+    made = batches(16)
+    with pipeline(tables(), max_staleness=2) as pipe:
+        pipe.fit(made[:6], binary_cross_entropy_with_logits)
+        pipe.save(tmp_path / "ckpt")
+        saved = set(pipe.emb.rows("item")[0])
+        losses = [pipe.step(batch, binary_cross_entropy_with_logits) for batch in made[6:9]]
+        victim = pipe._running().shards.handles[1]
+        ray.kill(victim)
+        losses += [pipe.step(batch, binary_cross_entropy_with_logits) for batch in made[9:]]
+
+        assert all(np.isfinite(float(loss)) for loss in losses)
+        stats = pipe.emb.stats()
+        (failure,) = pipe.failures
+        assert "embedding shard 1 died" in str(failure)
+        assert "rows of the last checkpoint" in str(failure)
+        assert stats["shard_failures"] == 1
+        assert saved <= set(pipe.emb.rows("item")[0])
+        # Steps of the old process after the checkpoint: lost on their way, or applied and gone.
+        assert 0 <= stats["lost_pushes"] <= 3
+        assert stats["lost_pushes"] + stats["lost_versions"] >= 1
+        assert stats["version"] == len(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from stages.assembly import assemble
 from stages.compute import Compute
 from stages.embedding.front import Front
 from stages.embedding.loaded import Inbox, sample_ids_of
+from stages.embedding.loaded_feed import REFUSAL
 from stages.embedding.shard import Shard
 from stages.embedding.shard_server import ShardServer
+from stages.ends import StageTimeout
 from stages.lanes import Recorder
 from stages.plan import StepPlan
 from stages.record import StepRecord
@@ -180,5 +183,102 @@ def test_tau_zero_is_a_plain_loop_to_the_bit(ahead: int) -> None:
 
         assert bench.losses == [plain.step(batch) for batch in made]
         bench.assert_same_as(plain)
+
+    drive(main)
+
+
+def test_rows_of_batches_that_are_here_are_pulled_before_their_step() -> None:
+    """With the batches ahead a step costs its work; without them, the way to the shards too."""
+
+    async def main(ahead: int) -> tuple[float, dict[int, int]]:
+        bench = Bench(tau=4)
+        made = batches(20)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await bench.train(made, ahead=ahead)
+        took_s = loop.time() - start
+        await bench.drain()
+        assert all(shard.version == 20 for shard in bench.shards)
+        ages = [dict(shard.counts.staleness) for shard in bench.shards]
+        assert ages[0] == ages[1]
+        return took_s, ages[0]
+
+    alone_s, _ = drive(lambda: main(1))
+    ahead_s, ages = drive(lambda: main(6))
+    assert 2 <= max(ages) <= 4
+    assert ahead_s < alone_s - 15 * 2 * 0.02  # there and back, in nearly every step
+
+
+def test_evaluation_reads_what_training_has_pushed_and_leaves_no_trace() -> None:
+    made, plain = batches(6), Plain(tables())
+    held_out = batches(2, seed=7)
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.train(made[:4], ahead=2)
+        rows = [shard.stats()["rows"] for shard in bench.shards]
+        for part, batch in enumerate(held_out, start=1):
+            plan = replace(bench.send(batch, step=-1), step=3, train=False, part=part)
+            await bench.run(replace(plan, schedule="forward"))
+        outputs, labels = bench.stages[1].compute.loss.scores()
+        assert [shard.stats()["rows"] for shard in bench.shards] == rows
+        await bench.train(made[4:], first=4)
+        await bench.drain()
+
+        losses = [plain.step(batch) for batch in made[:4]]
+        plain.emb.eval()
+        with torch.no_grad():
+            expected = torch.cat([plain.logits(batch) for batch in held_out])
+        plain.emb.train()
+        assert bench.losses == losses + [plain.step(batch) for batch in made[4:]]
+        assert np.array_equal(outputs, expected.numpy())
+        assert np.array_equal(labels, torch.cat([b["label"] for b in held_out]).numpy())
+        bench.assert_same_as(plain)
+
+    drive(main)
+
+
+def test_several_micro_batches_are_one_version_and_nearly_the_same_loss() -> None:
+    made, plain = batches(5), Plain(tables())
+
+    async def main() -> None:
+        bench = Bench(micro_batches=3)
+        await bench.train(made)
+        await bench.drain()
+        assert [shard.version for shard in bench.shards] == [5, 5]
+        assert bench.losses == pytest.approx([plain.step(batch) for batch in made], rel=1e-4)
+
+    drive(main)
+
+
+def test_a_batch_that_never_comes_ends_the_step_by_name() -> None:
+    async def main() -> None:
+        bench = Bench()
+        plan = bench.send(batches(1)[0], step=0)
+        lost = sample_ids_of(7, 23)
+        with pytest.raises(ExceptionGroup) as raised:
+            await bench.run(replace(plan, micro_batches=(lost,)))
+        assert raised.group_contains(StageTimeout, match="the (features|labels) of step 0 did not")
+
+    drive(main)
+
+
+def test_gradients_that_are_not_finite_are_told_once_and_applied_nowhere() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bad, good = batches(2)
+        bad = bad | {"dense": bad["dense"] * float("nan")}
+        records = await bench.run(bench.send(bad, step=0))
+        feed = bench.stages[0].feed
+        assert feed is not None
+        await bench.drain()
+        told = [event for event in records[0].events if REFUSAL in event]
+        told += [*feed.numbers()["refusals"], *feed.numbers()["refusals"]]
+        assert len(told) == 1
+        assert "NonFiniteGradientError: table 'user'" in told[0]
+        assert [shard.version for shard in bench.shards] == [0, 0]
+        await bench.run(bench.send(good, step=1))
+        await bench.drain()
+        assert [shard.version for shard in bench.shards] == [1, 1]
 
     drive(main)

@@ -350,8 +350,8 @@ def test_tables_are_refused_with_reasons() -> None:
     rule = Sgd(lr=0.1)
     with pytest.raises(ValueError, match=r"is 1\.5 chunks"):
         Table(name="a", dim=12, optimizer=rule, prune=ChunkPrune(chunk=8, ratio=0.5))
-    with pytest.raises(ValueError, match="say how many ids"):
-        Table(name="a", dim=4, optimizer=rule, placement="replicated")
+    with pytest.raises(ValueError, match="num_ids 0; at least 1"):
+        Table(name="a", dim=4, optimizer=rule, placement="replicated", num_ids=0)
     with pytest.raises(ValueError, match=r"\['a'\] are given twice"):
         check_tables(
             (Table(name="a", dim=1, optimizer=rule), Table(name="a", dim=2, optimizer=rule))
