@@ -208,8 +208,6 @@ class Inbox:
         for old in (self._parts, self._labels):
             for number in [number for number in old if number < min(numbers)]:
                 del old[number]
-        for step in [step for step in self._steps if step <= plan.step]:
-            del self._steps[step]
         loop = asyncio.get_running_loop()
         until = loop.time() + plan.deadline_s
         while missing := self._missing(numbers):
@@ -223,6 +221,8 @@ class Inbox:
                     f"the {missing} of {plan.turn} did not come from the loader within "
                     f"{plan.deadline_s:.0f} s; if its link is that slow, raise `deadline_s`"
                 ) from None
+        for step in [step for step in self._steps if step <= plan.step]:
+            del self._steps[step]
 
     def _missing(self, numbers: Sequence[int]) -> str:
         have: dict[str, Container[int]] = {FEATURES: self._parts, LABELS: self._labels}

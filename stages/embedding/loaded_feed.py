@@ -78,10 +78,16 @@ class LoadedFeed(Feed):
         super().__init__(spec, samples=samples, **options)  # type: ignore[arg-type]
         self._inbox = samples
         self._trains = False
+        self._begun = -1
+        """The newest training step: it is asked for, though `_number` may still be the one before
+        while its rows are on their way."""
+
         samples.on_step = self._on_step
 
     async def ready(self, plan: StepPlan) -> None:
         self._trains = plan.train
+        if plan.train:
+            self._begun = plan.step
         await super().ready(plan)
 
     def numbers(self) -> dict[str, Any]:
@@ -96,11 +102,12 @@ class LoadedFeed(Feed):
     def _on_step(self) -> None:
         """A batch came: if the steps before it are asked for, it is next."""
         if self._trains and self._ask_after is None:
-            self._pull_ahead(self._number)
+            self._pull_ahead(self._begun)
 
     def _pull_ahead(self, step: int) -> None:
         if self._is_closed:
             return
+        step = max(step, self._begun)
         for number in range(step + 1, step + self.permits.tau + LOOKAHEAD + 1):
             if number in self._coming:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -49,13 +50,15 @@ LOADER = 4
 class Bench:
     """Two dense stages, two shards and a loader, 20 ms apart."""
 
-    def __init__(self, *, tau: int = 0, micro_batches: int = 1, latency_s: float = 0.02) -> None:
+    def __init__(
+        self, *, tau: int = 0, micro_batches: int = 1, loader_bps: float = math.inf
+    ) -> None:
         self.emb = rec.EmbeddingStage(
             tables(), max_staleness=tau, wire=rec.Wire(values="fp32"), capacity="64MiB"
         )
         self.micro_batches = micro_batches
         self.reader = Batches(self.emb, shards=2)
-        self.topology = Topology.uniform(5, latency_s=latency_s)
+        self.topology = Topology.uniform(5, latency_s=0.02)
         self.spec = self.emb.spec(2)
         first, second = blocks()
         front = Front(first, features=self.emb.features, tables=self.emb.tables, seed=0)
@@ -64,7 +67,8 @@ class Bench:
         for index in range(2):
             self._start_shard(index)
         self.stages = [self._stage(0, front), self._stage(1, second)]
-        self.loader = [Link(self.topology.link(LOADER, i), Uplink(), self._to(i)) for i in range(2)]
+        uplink = Uplink(loader_bps)
+        self.loader = [Link(self.topology.link(LOADER, i), uplink, self._to(i)) for i in range(2)]
         self.number = 0
         self.losses: list[float] = []
 
@@ -183,6 +187,28 @@ def test_tau_zero_is_a_plain_loop_to_the_bit(ahead: int) -> None:
 
         assert bench.losses == [plain.step(batch) for batch in made]
         bench.assert_same_as(plain)
+
+    drive(main)
+
+
+@pytest.mark.parametrize("tau", [0, 3])
+@pytest.mark.parametrize("loader_bps", [1e5, 4e5, 2e6])
+def test_batches_that_come_one_by_one_while_a_step_begins_are_asked_for_once(
+    loader_bps: float, tau: int
+) -> None:
+    made, plain = batches(8), Plain(tables())
+
+    async def main() -> None:
+        bench = Bench(tau=tau, loader_bps=loader_bps)
+        await bench.train(made, ahead=5)
+        await bench.drain()
+
+        feed = bench.stages[0].feed
+        assert feed is not None
+        assert (feed.permits.in_use, feed.hybrid.counts.voided) == (0, 0)
+        assert [shard.version for shard in bench.shards] == [8, 8]
+        if tau == 0:
+            assert bench.losses == [plain.step(batch) for batch in made]
 
     drive(main)
 
