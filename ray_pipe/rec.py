@@ -16,7 +16,8 @@
 
 One process, no Ray, any loss; the rows are those that `--task ctr` trains on sharded actors. They
 go both ways: `load` reads a run's checkpoint, with `--set embedding.rows=ckpt` a run begins with
-what `save` wrote. `docs/embeddings.md` has the whole story.
+what `save` wrote. `EmbeddingStage` puts the same tables on Ray, for `ray_pipe.Pipeline`.
+`docs/embeddings.md` has the whole story.
 """
 
 from __future__ import annotations

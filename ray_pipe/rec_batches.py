@@ -45,8 +45,8 @@ class Batches:
             and (limit := table.rows_within(whole_bytes(table), shards))
         }
 
-    def read(self, batch: Any, *, micro_batches: int = 1) -> list[Loaded]:
-        """The micro-batches of a batch; refuses what cannot be trained on, by name."""
+    def read(self, batch: Any, *, micro_batches: int = 1, train: bool = True) -> list[Loaded]:
+        """The micro-batches of a batch; refuses by name what cannot be trained on, or only read."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"a batch is a mapping from features to ids, with {DENSE!r} and {LABEL!r}, got "
@@ -68,7 +68,7 @@ class Batches:
                 f"a batch of {num} samples in {micro_batches} micro-batches; each has 1 to "
                 f"{MAX_SAMPLES}"
             )
-        for name in self._limits:
+        for name in self._limits if train else ():
             self._check_room(name, bags)
         ends = [round(num * i / micro_batches) for i in range(micro_batches + 1)]
         return [
@@ -119,7 +119,7 @@ class Batches:
                     f"{table.num_ids - 1}, got {low} to {high}; raise its `num_ids`, leave it out, "
                     "or shard the table"
                 )
-        return Bag(ids=flat, offsets=offsets)
+        return Bag(ids=flat.cpu(), offsets=None if offsets is None else offsets.cpu())
 
     def _check_room(self, name: str, bags: Mapping[str, Bag]) -> None:
         """Rows of the steps under way must fit, or gradients would meet rows that are gone."""

@@ -147,19 +147,19 @@ class Pipeline:
     def step(self, batch: Any, loss_fn: LossOf) -> StepLoss:
         """One optimizer step on a batch: feature -> int64 tensor or `rec.Jagged`, "dense", "label".
 
-        A batch that cannot be trained on is refused here by name, and nothing of it is sent. What
-        goes wrong later is raised by a later call, or by whoever looks at the loss. A step whose
-        gradients are not finite is skipped and raised as `NonFiniteGradientError`; the pipeline
-        may go on after it.
+        A batch that cannot be trained on is refused here by name. What goes wrong in a step is
+        raised by a later call, or by whoever looks at a loss; a call that raises has not sent its
+        own batch. A step whose gradients are not finite is skipped and raised as
+        `NonFiniteGradientError`; the pipeline may go on after it.
         """
         loaded = self._batches().read(batch, micro_batches=self._config.pipeline.micro_batches)
         pipeline = self._running()
         self._use(loss_fn)
+        while pipeline.num_under_way >= self.emb.bound + LOOKAHEAD + 1:
+            self._advance()
         step, self._next_step = self._next_step, self._next_step + 1
         self._part = 0
         pipeline.submit(loaded, step=step)
-        while pipeline.num_under_way > self.emb.bound + LOOKAHEAD + 1:
-            self._advance()
         return StepLoss(self, step)
 
     def fit(self, batches: Iterable[Any], loss_fn: LossOf) -> list[float]:
@@ -172,7 +172,7 @@ class Pipeline:
         pipeline = self._running()
         while pipeline.num_under_way:
             self._advance()
-        self._settle()
+        _refuse(self._settle())
 
     def loss_of(self, step: int) -> float:
         """The loss of a step, once it has ended."""
@@ -188,7 +188,7 @@ class Pipeline:
         self.drain()
         waiting: list[Loaded] = []
         for batch in batches:
-            waiting += reader.read(batch)
+            waiting += reader.read(batch, train=False)
             if num_samples(waiting) >= EVAL_SAMPLES:
                 yield self._score(waiting)
                 waiting = []
@@ -201,22 +201,28 @@ class Pipeline:
             return self._running().score_parts(loaded, step=self._next_step - 1, part=self._part)
 
     def _advance(self) -> None:
-        pipeline = self._running()
+        """Wait for the oldest step under way; raise what was refused, once all that is known."""
+        refusals, is_skipped = self._note()
+        if is_skipped and not refusals:  # which rows it was about is told with its push
+            while self._running().num_under_way:
+                refusals += self._note()[0]
+            refusals += self._settle()
+            refusals = refusals or [
+                f"step {max(self._losses)} or before: the gradients of the dense network are not "
+                "finite, the step was skipped; look at the loss and the learning rate"
+            ]
+        _refuse(refusals)
+
+    def _note(self) -> tuple[list[str], bool]:
+        """Take down a step that has ended: what was refused, and whether it was skipped."""
         with self._breaking():
-            records = pipeline.advance()
-        loss = records[-1].loss
+            records = self._running().advance()
+        loss, norm = records[-1].loss, records[0].grad_norm
         assert loss is not None
         self._losses[records[-1].step] = loss
         self._ledger.add(records)
         refusals = [event for record in records for event in record.events if REFUSAL in event]
-        norm = records[0].grad_norm
-        if not refusals and norm is not None and not np.isfinite(norm):
-            refusals = self._settle() or [
-                f"step {records[0].step}: the gradients of the dense network are not finite, the "
-                "step was skipped; look at the loss and the learning rate"
-            ]
-        if refusals:
-            raise NonFiniteGradientError("; ".join(refusals))
+        return refusals, norm is not None and not np.isfinite(norm)
 
     def _settle(self) -> list[str]:
         """Wait until every gradient has reached its shard; what was refused on the way."""
@@ -371,7 +377,11 @@ class Pipeline:
             self._life.close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -432,3 +442,8 @@ class Pipeline:
         except TrainingError as error:
             self._broken = error
             raise
+
+
+def _refuse(refusals: list[str]) -> None:
+    if refusals:
+        raise NonFiniteGradientError("; ".join(refusals))

@@ -22,8 +22,8 @@ FEATURES = ("user", "item", "history", "shown", "recent", "gender", "country")
 WIDTH = 8 + 12 + 12 + 3 * 12 + 8 + 4 + 4 + 2
 
 
-def tables(**user: Any) -> list[rec.Table]:
-    """`user` changes the table of users."""
+def tables(*, item: dict[str, Any] | None = None, **user: Any) -> list[rec.Table]:
+    """`user` and `item` change those tables."""
     options = {"optimizer": rec.RowAdagrad(lr=0.1), "init": rec.Uniform(0.1)} | user
     return [
         rec.Table(
@@ -34,8 +34,7 @@ def tables(**user: Any) -> list[rec.Table]:
             dim=12,
             features=("item", "history", "shown"),
             pooling={"history": "mean", "shown": "none"},
-            optimizer=rec.Adam(lr=0.01),
-            init=rec.Uniform(0.1),
+            **{"optimizer": rec.Adam(lr=0.01), "init": rec.Uniform(0.1), **(item or {})},
         ),
         rec.Table("gender", dim=4, placement="replicated", num_ids=3, init=rec.Uniform(0.1)),
         rec.Table("country", dim=4, placement="replicated", init=rec.Uniform(0.1)),
@@ -100,8 +99,8 @@ def batches(num: int, *, size: int = 23, seed: int = 0) -> list[dict[str, Any]]:
 class Plain:
     """The model in one process: rec's modules, torch's loop."""
 
-    def __init__(self, own: list[rec.Table]) -> None:
-        self.emb = rec.Embeddings(own, capacity="64MiB")
+    def __init__(self, own: list[rec.Table], *, shards: int = 1) -> None:
+        self.emb = rec.Embeddings(own, capacity="64MiB", shards=shards)
         self.net = nn.Sequential(*blocks())
         config = RunConfig.from_dict({"task": "ctr"})
         parameters = [*self.emb.parameters(), *self.net.parameters()]

@@ -167,11 +167,38 @@ def test_increments_have_tombstones_and_a_step_without_a_finite_gradient_is_refu
         with pytest.raises(rec.NonFiniteGradientError, match=r"step 16.*table '(user|item)'"):
             float(pipe.step(bad, binary_cross_entropy_with_logits))
         assert pipe.emb.stats()["version"] == version
-        assert np.isfinite(float(pipe.step(first[0], binary_cross_entropy_with_logits)))
-        assert pipe.emb.stats()["version"] == version + 1
+        ahead = [pipe.step(b, binary_cross_entropy_with_logits) for b in (first[0], bad, first[1])]
+        with pytest.raises(rec.NonFiniteGradientError, match=r"step 18: .*table"):
+            float(ahead[2])
+        assert [bool(np.isfinite(float(loss))) for loss in ahead] == [True, False, True]
+        assert pipe.emb.stats()["version"] == version + 2
         with pytest.raises(ray_pipe.DataError, match="no 'label'"):
             pipe.step({k: v for k, v in bad.items() if k != "label"}, None)
         assert np.isfinite(float(pipe.step(first[1], binary_cross_entropy_with_logits)))
+
+
+def test_spilled_and_pruned_tables_are_those_of_one_process_to_the_bit(
+    cluster: None, tmp_path: Path
+) -> None:
+    prune = rec.ChunkPrune(chunk=4, ratio=0.2, warmup=4, every=2)
+    small = {"max_rows": 60, "spill": str(tmp_path / "rows")}
+    made, plain = batches(12), Plain(tables(item={"prune": prune}), shards=2)
+    with pipeline(tables(item={"prune": prune}, **small)) as pipe:
+        losses = pipe.fit(made, binary_cross_entropy_with_logits)
+        stats = pipe.emb.stats()
+        known, _ = pipe.emb.rows("item")
+
+    assert losses == [plain.step(batch) for batch in made]
+    there = plain.emb.stats()
+    assert stats["rows"] == there["rows"]
+    assert stats["version"] == there["version"]
+    assert stats["prunes"] == there["prunes"]
+    assert stats["alive_chunks"]["item"] == there["alive_chunks"]["item"]
+    assert stats["prunes"] == 2 * 5  # of two shards
+    assert stats["alive_chunks"]["item"] < 3 * len(known)
+    assert stats["spilled_rows"] > 0
+    assert stats["recalled"] > 0
+    assert there["spilled_rows"] == 0
 
 
 def test_a_shard_that_is_killed_is_replaced_and_its_lost_pushes_are_counted(

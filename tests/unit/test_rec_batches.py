@@ -91,6 +91,7 @@ def test_a_capacity_below_the_steps_under_way_is_explained() -> None:
     tight = reader(tables(max_rows=distinct, evict="lru"), max_staleness=8)
     with pytest.raises(CapacityError, match=f"table 'user'.*{distinct} distinct ids.*9 steps"):
         tight.read(batch)
+    assert num_samples(tight.read(batch, train=False)) == 23
     reader(tables(max_rows=distinct, spill="somewhere"), max_staleness=8).read(batch)
 
 
