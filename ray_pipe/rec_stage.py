@@ -6,6 +6,7 @@ Path: ray_pipe.rec_pipeline -> ray_pipe.rec_stage -> ray_pipe.rec_arm
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from stages.embedding.loaded import LoadedFeature
 from stages.embedding.permits import MAX_AUTO_TAU
 from stages.embedding.row_arrays import nbytes_of
 from stages.embedding.row_export import Increment
+from stages.embedding.shard import Shard
 from stages.embedding.shard_table import store_capacity
 from stages.embedding.tables import Table, check_tables
 
@@ -65,6 +67,8 @@ class EmbeddingStage:
         self.spill = None if spill is None else str(spill)
         self.seed = seed
         self.spec(self.shards)
+        for table in self.tables:
+            _check_prune(table)
         self._pipe: Pipeline | None = None
 
     @property
@@ -171,6 +175,17 @@ def _staleness(wish: int | str | AutoStaleness) -> tuple[int | None, AutoStalene
             f'{MAX_TAU}, "auto", or rec.AutoStaleness(cap=…).'
         )
     return wish, None
+
+
+def _check_prune(table: Table) -> None:
+    """Refuse a ratio that pruning cannot reach here, not in an actor."""
+    if table.prune is None:
+        return
+    alone = replace(table, capacity=None, max_rows=0, spill=None, admit=None)
+    try:
+        Shard((alone,), tau=0, capacity="8MiB", slab="16KiB", pages="4k").close()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _capacity(wish: int | str | None) -> int | None:

@@ -157,3 +157,32 @@ def test_a_pipeline_refuses_what_it_cannot_train() -> None:
         ray_pipe.Pipeline([emb, *blocks()])
     with pytest.raises(ConfigError, match="has no rows yet"):
         rec.EmbeddingStage(tables()).stats()
+
+
+def sketch(ratio: float) -> list[rec.Table]:
+    """The tables of the specification's sketch."""
+    return [
+        rec.Table(
+            "user", dim=32, features=["user_id"], optimizer=rec.RowAdagrad(lr=0.05),  # type: ignore[arg-type]
+            init=rec.Uniform(0.05), admit=rec.MinCount(2), capacity="6GiB", evict="lru",
+            spill="spill_dir", prune=rec.ChunkPrune(chunk=8, ratio=ratio, warmup=2000, every=500),
+        ),
+        rec.Table(
+            "item", dim=32, features=["item_id", "history"], pooling={"history": "mean"},  # type: ignore[arg-type]
+        ),
+        rec.Table("gender", dim=4, features=["gender"], placement="replicated"),  # type: ignore[arg-type]
+    ]  # fmt: skip
+
+
+def test_the_sketch_of_the_specification_is_a_pipeline() -> None:
+    emb = rec.EmbeddingStage(
+        sketch(0.65), shards=2, max_staleness=8, wire=rec.Wire(values="fp16-rowscale")
+    )
+    pipe = ray_pipe.Pipeline([emb, *blocks()], link=ray_pipe.Link("100Mbit", rtt="80ms"))
+
+    assert [feature.name for feature in pipe.emb.features] == [
+        "user_id", "item_id", "history", "gender",
+    ]  # fmt: skip
+    assert emb.spec(2).capacity > 6 << 30
+    with pytest.raises(ConfigError, match=r"table 'user': .*ratio must be below"):
+        rec.EmbeddingStage(sketch(0.9))
