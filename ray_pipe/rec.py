@@ -38,7 +38,7 @@ from stages.embedding.letters import Wire
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_export import ExportReader, Increment
 from stages.embedding.row_rules import Adagrad, Adam, Constant, Normal, RowAdagrad, Sgd, Uniform
-from stages.embedding.tables import ChunkPrune, MinCount, Table
+from stages.embedding.tables import ChunkPrune, MinCount, Probability, Table
 
 __all__ = [
     "Adagrad",
@@ -56,6 +56,7 @@ __all__ = [
     "MinCount",
     "NonFiniteGradientError",
     "Normal",
+    "Probability",
     "RowAdagrad",
     "Sgd",
     "Table",

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from stages.embedding.row_rules import Sgd
 from stages.embedding.row_store import RowStore
 from stages.embedding.row_table import RowTable
-from stages.embedding.tables import MinCount
+from stages.embedding.tables import MinCount, Probability
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -28,7 +28,7 @@ _log = logging.getLogger("ray_pipe")
 class Admission:
     """Counts the sightings of ids that have no row yet."""
 
-    def __init__(self, store: RowStore, table: str, rule: MinCount) -> None:
+    def __init__(self, store: RowStore, table: str, rule: MinCount | Probability) -> None:
         self.rule = rule
         self.counters: RowTable = store.table(
             f"{table}/sightings", dim=1, optimizer=Sgd(lr=1.0), max_rows=rule.remember, evict="lru"
@@ -46,7 +46,8 @@ class Admission:
         strangers = np.flatnonzero(~has_row)
         for first in range(0, len(strangers), self.rule.remember):
             some = strangers[first : first + self.rule.remember]
-            allowed[some] = self._count(np.ascontiguousarray(ids[some]), step) >= self.rule.count
+            those = np.ascontiguousarray(ids[some])
+            allowed[some] = self._count(those, step) >= self.rule.needed(those, self._table)
         known = np.ascontiguousarray(ids[allowed & ~has_row])
         if len(known):
             self.counters.remove(known)
@@ -65,7 +66,7 @@ class Admission:
             return
         self._was_loud = True
         _log.warning(
-            "table %r: %d of %d ids so far had no row, because admit=MinCount(%d) has not seen "
-            "them often enough; they read as zeros. Lower the count, or raise `remember` (%d)",
-            *(self._table, self.refused, self.asked, self.rule.count, self.rule.remember),
+            "table %r: %d of %d ids so far had no row, because admit=%s has not seen them often "
+            "enough; they read as zeros. Let them in earlier, or raise `remember` (%d)",
+            *(self._table, self.refused, self.asked, self.rule, self.rule.remember),
         )

@@ -6,6 +6,7 @@ rows that nearly every batch touches gain nothing from asynchrony and lose accur
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,40 @@ class MinCount:
         if self.count < 1 or self.remember < 1:
             raise ValueError(f"MinCount({self.count}, remember={self.remember}): at least 1 each")
 
+    def needed(self, ids: npt.NDArray[np.int64], table: str) -> npt.NDArray[np.int64]:
+        """Sightings after which each id has a row."""
+        return np.full(len(ids), self.count, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Probability:
+    """Ids get a row with this probability in each step in which they are seen; zeros until then.
+
+    How many sightings an id needs is drawn once, from the id itself, so that it does not depend on
+    shards, restarts or the order of batches. Counters as in `MinCount`.
+    """
+
+    probability: float
+    remember: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability <= 1 or self.remember < 1:
+            raise ValueError(
+                f"Probability({self.probability}, remember={self.remember}): above 0 and up to 1, "
+                "and at least 1"
+            )
+
+    def needed(self, ids: npt.NDArray[np.int64], table: str) -> npt.NDArray[np.int64]:
+        """Sightings after which each id has a row: the first success of a coin with that bias."""
+        if self.probability == 1:
+            return np.ones(len(ids), np.int64)
+        salt = _U64(zlib.crc32(table.encode()) << 1)
+        uniform = ((_mixed(ids.view(_U64) ^ salt) >> _U64(11)).astype(np.float64) + 1) / (1 << 53)
+        failures: npt.NDArray[np.int64] = np.floor(
+            np.log(uniform) / np.log1p(-self.probability)
+        ).astype(np.int64)
+        return failures + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -101,7 +136,7 @@ class Table:
     spill: str | None = None
     """Folder to which those rows go instead of being dropped; they come back bit for bit."""
 
-    admit: MinCount | None = None
+    admit: MinCount | Probability | None = None
     prune: ChunkPrune | None = None
 
     def __post_init__(self) -> None:
@@ -169,9 +204,12 @@ def check_tables(tables: tuple[Table, ...]) -> None:
 
 def shard_of(ids: npt.NDArray[np.int64], num_shards: int) -> npt.NDArray[np.int64]:
     """Where rows live: a hash of the id, the same on every machine, spread evenly."""
+    x = _mixed(ids.view(_U64) ^ _U64(0xD6E8FEB86659FD93))  # not the hash of the row store's index
+    return (((x >> _U64(32)) * _U64(num_shards)) >> _U64(32)).astype(np.int64)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     with np.errstate(over="ignore"):
-        x = ids.view(_U64) ^ _U64(0xD6E8FEB86659FD93)  # not the hash of the row store's index
         x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-        x = x ^ (x >> _U64(31))
-    return (((x >> _U64(32)) * _U64(num_shards)) >> _U64(32)).astype(np.int64)
+        return x ^ (x >> _U64(31))
