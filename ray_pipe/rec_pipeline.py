@@ -25,59 +25,32 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import ray
 from ray import cloudpickle
-from ray.exceptions import RayError, RayTaskError
 from torch import Tensor, nn
 
-from ray_pipe import rec_saves
+from ray_pipe import rec_rows, rec_saves
 from ray_pipe.checkpoint_files import Checkpoint, open_checkpoint
 from ray_pipe.cluster import StageActors, connect, nodes
 from ray_pipe.config import OptimConfig
 from ray_pipe.ctr_workload import EVAL_SAMPLES
 from ray_pipe.errors import ConfigError, TrainingError
-from ray_pipe.failures import cause_of
 from ray_pipe.ledger import Ledger
 from ray_pipe.planner.placement import place
 from ray_pipe.rec_arm import LoadedPipeline
 from ray_pipe.rec_batches import Batches, Loaded, num_samples
 from ray_pipe.rec_link import Link
+from ray_pipe.rec_loss import StepLoss
 from ray_pipe.rec_plan import arm_of, config_of, taken_apart, workload_of
 from ray_pipe.rec_stage import EmbeddingStage, check_shards
 from ray_pipe.recovery import Failure
 from ray_pipe.shards import Shards
 from stages.embedding.feed import LOOKAHEAD
-from stages.embedding.in_process import merged_stats
 from stages.embedding.loaded_feed import REFUSAL
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.row_export import Increment, publish
 from stages.storage import Folder
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
-CALL_S = 600.0
-NOT_ADDED = ("sent", "spans", "troubles")
-"""Of a shard's books: not numbers of rows."""
-
-
-class StepLoss:
-    """The loss of a step that may still be under way. `float(loss)` waits for it."""
-
-    def __init__(self, pipe: Pipeline, step: int) -> None:
-        self._pipe = pipe
-        self.step = step
-
-    def item(self) -> float:
-        """The mean over the batch, as the last stage saw it."""
-        return self._pipe.loss_of(self.step)
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __repr__(self) -> str:
-        return f"StepLoss(step={self.step})"
 
 
 class Pipeline:
@@ -160,7 +133,7 @@ class Pipeline:
         step, self._next_step = self._next_step, self._next_step + 1
         self._part = 0
         pipeline.submit(loaded, step=step)
-        return StepLoss(self, step)
+        return StepLoss(step, self.loss_of)
 
     def fit(self, batches: Iterable[Any], loss_fn: LossOf) -> list[float]:
         """Steps on all batches, as far ahead as the bound allows; the loss of each."""
@@ -310,30 +283,15 @@ class Pipeline:
     def embedding_stats(self) -> dict[str, Any]:
         """See `EmbeddingStage.stats`."""
         self.drain()
-        pipeline = self._running()
-        books = self._ask_shards("books")
-        self._ledger.add_late(pipeline.shards.settle())
-        whole = merged_stats(
-            {key: value for key, value in book.items() if key not in NOT_ADDED} for book in books
-        )
-        client = self._numbers
-        return whole | {
-            "shards": len(books),
-            "tau": client["tau"],
-            "lost_pushes": client["lost_pushes"],
-            "lost_versions": client["lost_versions"],
-            "refused_steps": client["refused"],
-            "resent_letters": client["resent"],
-            "bytes": self._ledger.total(),
-            "bytes_by_link": self._ledger.by_link(),
-            "shard_failures": len(pipeline.shards.failures),
-        }
+        return rec_rows.stats_of(self._running(), self._ledger, self._numbers)
 
     def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:
         """See `EmbeddingStage.export`."""
         self.drain()
         Path(folder).mkdir(parents=True, exist_ok=True)
-        increments: list[Increment] = self._ask_shards("export", str(Path(folder).resolve()), full)
+        increments: list[Increment] = rec_rows.ask(
+            self._running(), "export", str(Path(folder).resolve()), full
+        )
         publish(Path(folder), num_shards=len(increments))
         return increments
 
@@ -343,24 +301,10 @@ class Pipeline:
         if table not in known:
             raise ConfigError(f"sharded tables are {known}, got {table!r}.")
         self.drain()
-        parts = self._ask_shards("rows", table)
+        parts = rec_rows.ask(self._running(), "rows", table)
         ids = np.concatenate([part[0] for part in parts])
         order = np.argsort(ids)
         return ids[order], np.concatenate([part[1] for part in parts])[order]
-
-    def _ask_shards(self, method: str, *args: Any) -> list[Any]:
-        handles = self._running().shards.handles
-        calls = [getattr(handle, method).remote(*args) for handle in handles]
-        try:
-            found: list[Any] = ray.get(calls, timeout=CALL_S)
-        except RayTaskError as error:
-            raise cause_of(error) from None
-        except RayError as error:
-            raise TrainingError(
-                f"a shard was lost during {method!r} ({type(error).__name__}); another takes its "
-                "place, so try again"
-            ) from error
-        return found
 
     # --- starting, ending -------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ SPEAK_RAY = {
     "ray_pipe.replica_members",
     "ray_pipe.joining",
     "ray_pipe.rec_pipeline",
+    "ray_pipe.rec_rows",
     "ray_pipe.rescue",
     "ray_pipe.spares",
     "ray_pipe.shard_pulse",
