@@ -220,7 +220,7 @@ def switch(ids: dict[str, Any], labels: Any, arm: str, *, seed: int) -> dict[str
         for mask in (early, late)
     ]
     every = len(phases[1]) // 16
-    rule = rec.ChunkPrune(chunk=4, ratio=0.32, warmup=2 * every, every=every, decay=0.5)
+    rule = rec.ChunkPrune(chunk=4, ratio=0.32, warmup=2 * every, every=every, decay=0.5, taper=0.0)
     model = Model(None if arm == "whole" else rule, seed=seed)
     mine = np.unique(ids["item"][late])
     known = np.unique(ids["item"][early & is_second])

@@ -184,9 +184,12 @@ struct PyTable {
     for (size_t i = 0; i < keys.size(); ++i)
       table->init(keys.data()[i], out.data() + i * table->config.dim);
   }
-  std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> prune(uint64_t max_alive) const {
+  std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> prune(uint64_t max_alive,
+                                                                     Array<const float> weights) const {
+    if (weights.size() != table->config.chunks)
+      throw std::invalid_argument("prune wants a weight for each column of chunks");
     const nb::gil_scoped_release free;
-    const auto r = rows::prune(*store, *table, max_alive);
+    const auto r = rows::prune(*store, *table, max_alive, weights.data());
     return {r.rows, r.pruned, r.regrown, r.dropped, r.alive};
   }
   Stats stats() const {
@@ -265,7 +268,7 @@ Stats store_stats(const Store& store) {
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.attr("ROWS_ABI") = 3;
+  m.attr("ROWS_ABI") = 4;
   m.def("row_procedures", &procedure_names);
   nb::exception<SnapshotExpired>(m, "SnapshotExpired", PyExc_RuntimeError);
 
@@ -316,9 +319,9 @@ void bind_rows(nb::module_& m) {
       .def_static("snapshot",
                   [](const std::shared_ptr<Store>& s) { return new HeldSnapshot(s); })
       .def("stats", &store_stats)
-      .def("compact", [](Store& s, bool squeeze) {
+      .def("compact", [](Store& s) {
         const nb::gil_scoped_release free;
-        return compact(s, squeeze);
+        return compact(s);
       });
 }
 

@@ -131,9 +131,9 @@ size_t order(Store& store, Table& table, size_t limit, int64_t* keys, uint64_t* 
 struct PruneResult {
   uint64_t rows = 0, pruned = 0, regrown = 0, dropped = 0, alive = 0;
 };
-PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks);
-// Rewrites rows out of slabs that are less than half full; `squeeze`: until what is free is in whole
-// slabs. Returns how many slabs were marked.
-size_t compact(Store& store, bool squeeze = false);
+// `weights`: of each column of chunks, by which utilities are multiplied before they are ranked.
+PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const float* weights);
+// Packs the rows of each size into as few slabs as hold them. Returns how many slabs were emptied.
+size_t compact(Store& store);
 
 }  // namespace ray_pipe::rows

@@ -109,7 +109,7 @@ bool Store::scavenge(Worker& worker, int size_class, bool insert) {
   return true;
 }
 
-size_t Store::mark_sparse_slabs(Worker& worker, bool squeeze) {
+size_t Store::mark_sparse_slabs(Worker& worker) {
   const Closed closed(*this);
   gather(worker);
   std::vector<uint32_t> free(arena.num_slabs(), 0);
@@ -124,27 +124,24 @@ size_t Store::mark_sparse_slabs(Worker& worker, bool squeeze) {
     const size_t per_slab = arena.cells_per_slab(c);
     auto& cells = worker.cells[c].free;
     std::vector<size_t> slabs;
-    size_t spare = 0;
+    size_t unused = 0;
     for (const Version* v : cells)
-      if (const size_t slab = arena.slab_of(v); free[slab]) slabs.push_back(slab), ++spare;
+      if (const size_t slab = arena.slab_of(v); free[slab]) slabs.push_back(slab), ++unused;
     std::sort(slabs.begin(), slabs.end());
     slabs.erase(std::unique(slabs.begin(), slabs.end()), slabs.end());
+    // The emptiest go, as many as the free cells of all of them make up: what lives in them fits
+    // into the others, so less than one slab stays unused.
     std::sort(slabs.begin(), slabs.end(),
               [&](size_t x, size_t y) { return free[x] != free[y] ? free[x] > free[y] : x < y; });
-    // Rows that leave need cells elsewhere: as many whole slabs can go as there are cells for,
-    // less a sixteenth for those who write meanwhile.
-    const size_t most = squeeze ? (spare - spare / 16) / per_slab : 0;
-    size_t n = 0;
-    while (n < slabs.size() && (2 * free[slabs[n]] > per_slab || n < most)) ++n;
-    slabs.resize(n);
+    slabs.resize(unused / per_slab);
     std::sort(slabs.begin(), slabs.end());
     const auto leaves = [&](const Version* v) {
       return std::binary_search(slabs.begin(), slabs.end(), arena.slab_of(v));
     };
-    if (n) cells.erase(std::remove_if(cells.begin(), cells.end(), leaves), cells.end());
+    if (!slabs.empty()) cells.erase(std::remove_if(cells.begin(), cells.end(), leaves), cells.end());
     for (const size_t slab : slabs)
       arena.vacate(slab, static_cast<uint32_t>(per_slab - free[slab]));
-    marked += n;
+    marked += slabs.size();
   }
   // Lists of free cells were as long as all that was pruned: eight bytes for each.
   each_worker([&](Worker& w) {

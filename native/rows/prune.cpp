@@ -1,6 +1,7 @@
 // Pruning by utility, to a number of chunks; and giving the memory back.
 //
-// All chunks of all rows are ranked by utility (a histogram of half floats: exact and one pass).
+// All chunks of all rows are ranked by utility times the weight of their column (a histogram of half
+// floats: exact and one pass). Falling weights make rows agree on the columns they keep.
 // Those above the cut live, the others go; at the cut, chunks that live stay first, and the order of
 // hashes decides. A chunk that comes back is zero, with fresh state. Rows change by commits, so a
 // reader sees the old row or the new, never a mix.
@@ -69,16 +70,25 @@ void each_row(Store& store, Worker& worker, Table& table, Visit visit, After aft
 
 }  // namespace
 
-PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks) {
+PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const float* weights) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
   const uint32_t k = table.config.chunks;
   table.epoch.fetch_add(1);
   std::vector<uint64_t> living(0x7c00, 0), gone(0x7c00, 0);
   uint16_t u[8];
+  bool useless = true;  // the row in hand: no chunk has any utility
+  const auto score = [&](const Version* row) {
+    table.utilities(row, u);
+    useless = true;
+    for (uint32_t c = 0; c < k; ++c) {
+      useless = useless && u[c] == 0;
+      u[c] = half_of(float_of(u[c]) * weights[c]);
+    }
+  };
   each_row(store, worker, table, [&](const Version* row) {
     if (row->spilled()) return;
-    table.utilities(row, u);
+    score(row);
     for (uint32_t c = 0; c < k; ++c) ++(row->alive() >> c & 1 ? living : gone)[u[c]];
   }, [] {});
 
@@ -101,9 +111,8 @@ PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks) {
       [&](const Version* row) {
         ++result.rows;
         if (row->spilled()) return;
-        table.utilities(row, u);
+        score(row);
         uint8_t alive = 0;
-        bool useless = true;
         for (uint32_t c = 0; c < k; ++c) {
           const bool has = row->alive() >> c & 1;
           bool lives = u[c] > cut;
@@ -112,7 +121,6 @@ PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks) {
             lives = true;
           }
           alive |= static_cast<uint8_t>(lives << c);
-          useless = useless && u[c] == 0;
         }
         if (alive == row->alive() && !(alive == 0 && useless)) return;
         keys.push_back(row->key);
@@ -155,10 +163,10 @@ PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks) {
 
 namespace {
 
-size_t leave_sparse_slabs(Store& store, bool squeeze) {
+size_t leave_sparse_slabs(Store& store) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
-  const size_t marked = store.mark_sparse_slabs(worker, squeeze);
+  const size_t marked = store.mark_sparse_slabs(worker);
   if (!marked) return 0;
   for (const auto& table : store.tables()) {
     std::vector<int64_t> keys;
@@ -189,8 +197,8 @@ size_t leave_sparse_slabs(Store& store, bool squeeze) {
 
 }  // namespace
 
-size_t compact(Store& store, bool squeeze) {
-  const size_t marked = leave_sparse_slabs(store, squeeze);
+size_t compact(Store& store) {
+  const size_t marked = leave_sparse_slabs(store);
   trim_heap();
   return marked;
 }

@@ -116,10 +116,9 @@ class Store {
   void sweep(Worker& worker);
   // Gathers what every worker could free. False if there is no cell of this class even so.
   bool scavenge(Worker& worker, int size_class, bool insert);
-  // Marks the slabs that are less than half full: rows in them are to be rewritten, nothing new
-  // goes there, and the last row to leave frees the slab. Returns how many. `squeeze`: the emptiest
-  // others too, as many as their rows find room elsewhere.
-  size_t mark_sparse_slabs(Worker& worker, bool squeeze);
+  // Marks the emptiest slabs, as many as their rows find room elsewhere: rows in them are to be
+  // rewritten, nothing new goes there, and the last row to leave frees the slab. Returns how many.
+  size_t mark_sparse_slabs(Worker& worker);
 
   template <class Visit>
   void each_worker(Visit visit) const {

@@ -36,6 +36,7 @@ std::atomic<int> yield_every{12};
 std::atomic<int> fail_every{0};
 
 namespace {
+constexpr float kEven[8] = {1, 1, 1, 1, 1, 1, 1, 1};  // weights of columns
 thread_local std::minstd_rand dice{std::random_device{}()};
 }
 void protocol_point() {
@@ -651,8 +652,8 @@ void training() {
       lookup(store, table, keys.data(), 64, out.data(), seen.data());
       for (const float x : out) expect(x > -100 && x < 100, "a weight is torn");
       apply(store, table, keys.data(), 64, g.data(), 0.01, nullptr, seen.data());
-      if (me == 0 && dice() % 8 == 0) prune(store, table, 1000 + dice() % 800);
-      if (me == 1 && dice() % 32 == 0) compact(store, dice() % 2 == 0);
+      if (me == 0 && dice() % 8 == 0) prune(store, table, 1000 + dice() % 800, kEven);
+      if (me == 1 && dice() % 32 == 0) compact(store);
     }
   });
   uint64_t rows = 0, chunks = 0, cursor = 0;

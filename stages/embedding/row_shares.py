@@ -28,7 +28,7 @@ class Sharing(Protocol):
 
     def lru_tables(self) -> list[RowTable]: ...
 
-    def compact(self, *, squeeze: bool = False) -> int: ...
+    def compact(self) -> int: ...
 
 
 def take_room(store: Sharing, table: RowTable, *, num_rows: int, must: bool) -> bool:
@@ -51,7 +51,7 @@ def take_room(store: Sharing, table: RowTable, *, num_rows: int, must: bool) -> 
     gone = largest.evict(min(going, there // 2))  # half stays: steps under way use the newest
     largest.evicted += gone
     if gone:
-        store.compact(squeeze=True)  # what another table frees must become whole slabs
+        store.compact()  # what another table frees must become whole slabs
     return gone > 0
 
 

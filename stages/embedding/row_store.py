@@ -142,15 +142,15 @@ class RowStore:
         """An interactive transaction on one table, key by key: for tests and tools."""
         return Transaction(self[table], self.snapshot())
 
-    def compact(self, *, squeeze: bool = False) -> int:
-        """Rewrites rows out of slabs that are less than half full, which frees them.
+    def compact(self) -> int:
+        """Packs the rows of each size into as few slabs as hold them, which frees the others.
 
-        `squeeze`: out of fuller ones too, until what is free is in whole slabs. Returns how many
-        slabs that were. Worth calling after pruning: memory goes back to the system as soon as no
-        snapshot needs the old rows.
+        Returns how many slabs that were. Worth calling after pruning: memory goes back to the
+        system as soon as no snapshot needs the old rows; and where tables of other row sizes are to
+        use what one has freed.
         """
         self.check_alive()
-        return int(self._core.compact(squeeze))
+        return int(self._core.compact())
 
     def stats(self) -> dict[str, Any]:
         """Numbers for metrics; `native` says which core gave them."""

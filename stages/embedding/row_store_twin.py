@@ -85,7 +85,7 @@ class RowStore:
             "horizon": self.horizon(),
         }
 
-    def compact(self, squeeze: bool, /) -> int:
+    def compact(self) -> int:
         return 0
 
 
@@ -324,14 +324,17 @@ class RowTable(Versions):
 
     # --- pruning, progress ------------------------------------------------------------------------
 
-    def prune(self, max_alive: int, /) -> tuple[int, int, int, int, int]:
+    def prune(self, max_alive: int, weights: F32, /) -> tuple[int, int, int, int, int]:
+        def scores(row: Row) -> list[int]:
+            return [int(u) for u in self.shape.current(row, self.epoch, weights)]
+
         with self.store.lock:
             self.epoch += 1
             rows = [(key, row) for _, key, row in self.in_order()]
             ranked: dict[int, list[int]] = {}  # utility -> [gone, living]
             for _, row in rows:
                 if not on_disk(row):
-                    for c, u in enumerate(self.shape.current(row, self.epoch).tolist()):
+                    for c, u in enumerate(scores(row)):
                         ranked.setdefault(u, [0, 0])[row.alive >> c & 1] += 1
             above, cut, keep = 0, -1, [0, 0]
             for u in sorted(ranked, reverse=True):
@@ -344,16 +347,15 @@ class RowTable(Versions):
             for key, row in rows:
                 if on_disk(row):
                     continue
-                current = self.shape.current(row, self.epoch).tolist()
                 alive = 0
-                for c, u in enumerate(current):
+                for c, u in enumerate(scores(row)):
                     has = row.alive >> c & 1
                     lives = u > cut
                     if u == cut and keep[has] > 0:
                         keep[has] -= 1
                         lives = True
                     alive |= lives << c
-                if alive == 0 and not any(current):
+                if alive == 0 and not self.shape.current(row, self.epoch).any():
                     self.commit({key: None})
                     dropped += 1
                 elif alive != row.alive:

@@ -265,12 +265,15 @@ class RowTable:
 
     # --- pruning ----------------------------------------------------------------------------------
 
-    def prune(self, target_bytes: int | None = None, *, keep: float | None = None) -> Pruned:
+    def prune(
+        self, target_bytes: int | None = None, *, keep: float | None = None, taper: float = 0.0
+    ) -> Pruned:
         """Keeps the chunks of highest utility, within a number of bytes or a share of all chunks.
 
         Chunks above the cut that were gone come back as zeros with fresh state. Rows without chunks
         whose utility has decayed to nothing are dropped. Bytes count rows with their headers and
         the index at its present load; call `RowStore.compact` to give freed memory back.
+        Column c competes with its utilities over (c + 1) ** `taper`: rows give up the last first.
         """
         if self.chunks == 1:
             raise ValueError(f"table {self.name!r} has one chunk; pruning needs `chunks` of 2 to 8")
@@ -289,7 +292,8 @@ class RowTable:
             fixed = resident * bare + stats["index_bytes"] + stats["queue_bytes"]
             chunks = max(0, (target_bytes - fixed) // per_chunk)
         self._store.check_alive()
-        return Pruned(*self.core.prune(int(chunks)))
+        weights = np.arange(1, self.chunks + 1, dtype=np.float64) ** -taper
+        return Pruned(*self.core.prune(int(chunks), weights.astype(np.float32)))
 
     @property
     def state(self) -> int:

@@ -167,10 +167,13 @@ class Shape:
         passed = (epoch - row.epoch) & 0xFFFF
         return self.decays[passed] if passed < len(self.decays) else np.float32(0)
 
-    def current(self, row: Row, epoch: int) -> npt.NDArray[np.uint16]:
-        """Utilities as of this epoch, as the bits of half floats."""
+    def current(self, row: Row, epoch: int, weights: F32 | None = None) -> npt.NDArray[np.uint16]:
+        """Utilities as of this epoch, as the bits of half floats; then times `weights`, if any."""
         values = row.utilities.view(np.float16).astype(np.float32)
-        return _half(values * self.decay_since(row, epoch))
+        now = _half(values * self.decay_since(row, epoch))
+        if weights is None:
+            return now
+        return _half(now.view(np.float16).astype(np.float32) * weights)
 
     # --- learning ---------------------------------------------------------------------------------
 

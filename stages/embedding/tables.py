@@ -44,11 +44,18 @@ class ChunkPrune:
     decay: float = 0.98
     """Of utilities, at each prune."""
 
+    taper: float = 3.0
+    """The n-th chunk of a row competes with its utility over n ** taper, so that a row's length
+    grows like its use to the power of 1 / taper, and all rows keep the same columns first. At 0
+    the rows used most keep everything and most of the others nothing."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
             raise ValueError(f"prune.ratio is a share of bytes in [0, 1), got {self.ratio}")
         if self.every < 1 or self.warmup < 0:
             raise ValueError(f"prune.every is {self.every} and warmup {self.warmup}; at least 1, 0")
+        if not 0 <= self.taper <= 8:
+            raise ValueError(f"prune.taper is an exponent from 0 to 8, got {self.taper}")
 
     def is_due(self, version: int) -> bool:
         """Whether a shard prunes when it has reached this version."""

@@ -218,9 +218,9 @@ def test_without_delay_shards_and_one_table_train_the_same_bits() -> None:
 # --- admission ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prune", [None, rec.ChunkPrune(chunk=2, ratio=0.1, warmup=1000)])
+@pytest.mark.parametrize("prune", [None, rec.ChunkPrune(chunk=8, ratio=0.1, warmup=1000)])
 def test_a_row_exists_after_the_nth_sighting_and_reads_zeros_before(prune: Any) -> None:
-    ours = bag(admit=rec.MinCount(3), prune=prune)
+    ours = bag(dim=32, admit=rec.MinCount(3), prune=prune)
     seen = []
     for _ in range(4):
         out = ours(torch.tensor([5, 5]))
@@ -569,7 +569,7 @@ def alive_of(ours: rec.EmbeddingBag, ids: Any) -> float:
 
 def switched(monkeypatch: pytest.MonkeyPatch, *, static: bool) -> tuple[float, float, float]:
     """Ids 0-63 are used until most of 64-127 is pruned, then only 64-127: who is alive?"""
-    rule = rec.ChunkPrune(chunk=8, ratio=0.4, warmup=20, every=20, decay=0.5)
+    rule = rec.ChunkPrune(chunk=8, ratio=0.34, warmup=20, every=20, decay=0.5, taper=0.0)
     ours = bag(dim=32, optimizer=rec.RowAdagrad(lr=0.1), prune=rule)
     first, second = torch.arange(64), torch.arange(64, 128)
     trained(ours, torch.arange(128))

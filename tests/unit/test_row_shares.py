@@ -85,8 +85,8 @@ def test_tables_that_take_turns_settle_with_fair_parts(core: str) -> None:
     parts = sorted(nbytes(table) for table in group)
     assert 2.5 * parts[0] > parts[-1]
     takes: list[str] = []
-    squeeze = store.compact
-    store.compact = lambda **how: (takes.append("squeeze"), squeeze(**how))[1]  # type: ignore[method-assign,assignment]
+    compact = store.compact
+    store.compact = lambda: (takes.append("compact"), compact())[1]  # type: ignore[method-assign]
     for _ in range(80):
         for table in group:
             table.lookup(np.unique(random.integers(0, 6000, 200)))

@@ -541,8 +541,8 @@ def test_training_and_pruning_give_the_twin_s_bits(optimizer: Any, dim: int, chu
         assert seen[0] == seen[1]
         assert len({rows.apply(keys, gradients, counts=counts) for rows in pair}) == 1
         if chunks > 1 and turn % 7 == 6:
-            kept = float(random.uniform(0.2, 0.8))
-            assert len({rows.prune(keep=kept) for rows in pair}) == 1
+            kept, taper = float(random.uniform(0.2, 0.8)), float(random.choice([0.0, 1.5, 3.0]))
+            assert len({rows.prune(keep=kept, taper=taper) for rows in pair}) == 1
 
     assert everything(pair[0]) == everything(pair[1])
     assert oldest_first(pair[0]) == oldest_first(pair[1])
@@ -648,6 +648,41 @@ def test_a_row_without_chunks_and_without_utility_is_dropped(core: str) -> None:
 
     assert rows.prune(keep=0.0).dropped_rows == 1
     assert list(everything(rows)) == [1]
+
+
+@both
+@pytest.mark.parametrize(("taper", "alive"), [(0.0, [0b1111, 0, 0]), (3.0, [0b0011, 0b1, 0b1])])
+def test_a_taper_gives_cold_rows_their_first_chunk_before_hot_rows_their_last(
+    core: str, taper: float, alive: list[int]
+) -> None:
+    rows = table(core, dim=8, chunks=4)
+    rows.lookup(ids(1, 2, 3))
+    rows.apply(ids(1, 2, 3), np.repeat(np.array([[9], [1], [1]], np.float32), 8, axis=1))
+    rows.apply(ids(2), np.full((1, 8), 1.0, np.float32))
+
+    rows.prune(keep=4 / 12, taper=taper)
+
+    assert rows.alive(ids(1, 2, 3)).tolist() == alive
+
+
+def test_rows_pruned_again_and_again_stay_in_as_few_slabs_as_hold_them() -> None:
+    random, slab = np.random.default_rng(0), 16 << 10
+    store = RowStore(capacity="64MiB", pages="4k", slab=slab, core="native")
+    rows = store.table("t", dim=64, chunks=8, optimizer=RowAdagrad(lr=0.1))
+    rows.lookup(np.arange(40_000, dtype=np.int64))
+    unused = []
+    for _ in range(6):
+        for _ in range(20):
+            part = np.unique((40_000 * random.random(2000) ** 3).astype(np.int64))
+            rows.apply(part, random.standard_normal((len(part), 64)).astype(np.float32))
+        rows.prune(keep=0.15, taper=1.0)
+        store.compact()
+        stats = rows.stats()
+        cells = stats["rows"] * (stats["row_bytes"] - 8 * 32) + stats["alive_chunks"] * 32
+        unused.append((store.stats()["used_bytes"] - stats["index_bytes"] - cells) / slab)
+
+    # Nine sizes of rows, each with less than a slab unused, and with one that is being cut.
+    assert max(unused) < 18, unused
 
 
 def resident_bytes() -> int:
