@@ -567,9 +567,11 @@ def alive_of(ours: rec.EmbeddingBag, ids: Any) -> float:
     return float(np.unpackbits(bits).sum()) / (4 * len(bits))
 
 
-def switched(monkeypatch: pytest.MonkeyPatch, *, static: bool) -> tuple[float, float, float]:
+def switched(
+    monkeypatch: pytest.MonkeyPatch, *, static: bool, taper: float = 0.0
+) -> tuple[float, float, float]:
     """Ids 0-63 are used until most of 64-127 is pruned, then only 64-127: who is alive?"""
-    rule = rec.ChunkPrune(chunk=8, ratio=0.34, warmup=20, every=20, decay=0.5, taper=0.0)
+    rule = rec.ChunkPrune(chunk=8, ratio=0.34, warmup=20, every=20, decay=0.5, taper=taper)
     ours = bag(dim=32, optimizer=rec.RowAdagrad(lr=0.1), prune=rule)
     first, second = torch.arange(64), torch.arange(64, 128)
     trained(ours, torch.arange(128))
@@ -584,14 +586,16 @@ def switched(monkeypatch: pytest.MonkeyPatch, *, static: bool) -> tuple[float, f
     return before, alive_of(ours, second), alive_of(ours, first)
 
 
+@pytest.mark.parametrize(("taper", "back"), [(0.0, 0.8), (3.0, 0.7)])
 def test_when_other_ids_become_hot_their_chunks_are_back_within_two_prunes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, taper: float, back: float
 ) -> None:
-    before, hot, cold = switched(monkeypatch, static=False)
+    """There are bytes for 0.84 of them. With a taper, others keep some of their first chunks."""
+    before, hot, cold = switched(monkeypatch, static=False, taper=taper)
 
-    assert before < 0.25
-    assert hot > 0.8
-    assert cold < 0.5
+    assert before < 0.3
+    assert hot > back
+    assert cold < 0.1
 
 
 def test_mutant_a_mask_that_was_chosen_once_keeps_hot_ids_pruned(
