@@ -207,7 +207,7 @@ EMBEDDING_ARMS = {
     "tau256": "control: rows 256 steps late",
     "dense64": "control: rows and dense network 64 steps late",
     "pruned": "**pruned by 70 % of real bytes**",
-    "uniform": "control: a smaller dimension, same bytes",
+    "uniform": "control: a smaller dimension, no fewer bytes",
     "random": "control: as many chunks, drawn by lot",
 }
 
@@ -219,8 +219,8 @@ def embeddings_table() -> str:
     titles = {
         "adult": "Adult",
         "movielens": "MovieLens-100k",
-        "books, 1 epochs": "Book-Crossing, 1 epoch",
-        "books": "Book-Crossing, 2 epochs",
+        "books": "Book-Crossing",
+        "longtail": "planted, long tail",
     }
     for which, title in titles.items():
         arms = found.get(which, {}).get("arms", {})
@@ -229,7 +229,7 @@ def embeddings_table() -> str:
             if name not in arms or base is None:
                 continue
             arm = arms[name]
-            seeds = arm["seeds"] if "books" in which else []  # the others have few rows
+            seeds = arm["seeds"] if "pruned" in arms else []  # the others have few rows
             resident = [seed["resident_bytes"] for seed in seeds if "resident_bytes" in seed]
             rows.append(
                 [
