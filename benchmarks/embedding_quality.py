@@ -25,13 +25,12 @@ is missed. An arm keeps its numbers when others are measured.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,10 +155,20 @@ def tables_for(samples: Any, arm: Arm, *, dim: int, steps: int, seed: int) -> re
     return made
 
 
-def dim_of_bytes(row_bytes: float) -> int:
-    """The smallest dimension whose rows take at least so many: 32 of header, 12 of index, 8 for
-    each column (Adagrad's two floats), in steps of 16."""
-    return 2 * math.ceil((row_bytes - 44) / 16)
+def equal_bytes_dim(known: dict[str, Any]) -> int:
+    """The largest dimension whose rows are counted at no more than the pruned arm was measured.
+
+    A row has 32 bytes of header and 8 for each column (Adagrad's two floats), in steps of 16; the
+    index is that of the full arm.
+    """
+    full = known["sync"]["seeds"][0]
+    index = full["counted_bytes"] - full["rows"] * (32 + 8 * full["dim"])
+    return 2 * int(((most_bytes(known) - index) / full["rows"] - 32) // 16)
+
+
+def most_bytes(known: dict[str, Any]) -> int:
+    """Resident, of the pruned arm."""
+    return max(int(seed["resident_bytes"]) for seed in known["pruned"]["seeds"])
 
 
 def train(samples: Any, split: Split, arm: Arm, *, which: str, seed: int) -> dict[str, Any]:
@@ -259,7 +268,7 @@ def arm_of(name: str, known: dict[str, Any]) -> Arm:
             raise SystemExit(f"measure `pruned` first: `{name}` has as many bytes or chunks")
         seeds = known["pruned"]["seeds"]
         if name == "uniform":
-            return Arm(dim=dim_of_bytes(max(s["resident_bytes"] / s["rows"] for s in seeds)))
+            return Arm(dim=equal_bytes_dim(known))
         return Arm(random_keep=statistics.mean(seed["alive_share"] for seed in seeds))
     return arm
 
@@ -290,14 +299,18 @@ def main() -> int:
         results = json.loads(args.out.read_text()) if args.out.exists() else {}
         known = results.setdefault(key, {"arms": {}})["arms"]
         seeds = []
+        arm = None if name == "torch" else arm_of(name, known)
         for seed in range(args.seeds):
-            if name == "torch":
+            if arm is None:
                 plain = {"dim": DIM[args.set], "epochs": EPOCHS[args.set], "rule": "adagrad"}
                 options = type(args)(**plain)
                 seeds.append(reference.train_one(samples, split, seed=seed, args=options))
             else:
-                arm = arm_of(name, known)
-                seeds.append(train(samples, split, arm, which=args.set, seed=seed))
+                found = train(samples, split, arm, which=args.set, seed=seed)
+                if name == "uniform" and not seed and found["resident_bytes"] < most_bytes(known):
+                    arm = replace(arm, dim=found["dim"] + 2)  # the next size of rows
+                    found = train(samples, split, arm, which=args.set, seed=seed)
+                seeds.append(found)
             print(key, name, json.dumps(seeds[-1]), flush=True)
         aucs = [seed["auc"] for seed in seeds]
         known[name] = {
