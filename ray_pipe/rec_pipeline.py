@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +31,7 @@ from ray_pipe import rec_rows, rec_saves
 from ray_pipe.checkpoint_files import Checkpoint, open_checkpoint
 from ray_pipe.cluster import StageActors, connect, nodes
 from ray_pipe.config import OptimConfig
+from ray_pipe.ctr_pipeline import saved_rows
 from ray_pipe.ctr_workload import EVAL_SAMPLES
 from ray_pipe.errors import ConfigError, TrainingError
 from ray_pipe.ledger import Ledger
@@ -276,7 +276,7 @@ class Pipeline:
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """A shard that dies begins with these rows."""
-        self._running().shards.rows_from = partial(rec_saves.saved_rows, checkpoint)
+        self._running().shards.rows_from = lambda shard: saved_rows(checkpoint, [shard])
 
     # --- of the embedding stage -------------------------------------------------------------------
 

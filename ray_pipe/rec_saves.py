@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ray_pipe.checkpoint import code_version
 from ray_pipe.checkpoint_files import (
     Checkpoint,
@@ -102,11 +100,6 @@ def check_blocks(pipeline: LoadedPipeline, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: the weights of blocks {other} have other names or shapes than "
             "those that were saved; load it with the model it was trained with."
         )
-
-
-def saved_rows(checkpoint: Checkpoint) -> list[Any]:
-    """The files of its shards, for a shard that died."""
-    return [np.frombuffer(checkpoint.read(name), np.uint8) for name in checkpoint.shard_files()]
 
 
 def tables_of(emb: EmbeddingStage) -> dict[str, dict[str, Any]]:

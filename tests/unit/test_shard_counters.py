@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_pipe import ctr_pipeline, shard_pulse
+from ray_pipe import ctr_pipeline, rec_pipeline, shard_pulse
 from ray_pipe import shards as module
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_run import _saved_rows
@@ -132,6 +132,26 @@ def test_counters_of_a_checkpoint_are_taken_over_once_whoever_dies(
         two._replace(dead, Lost("died", "killed"))
         two.settle()
         assert two.totals().staleness == {0: 14}
+
+
+def test_a_shard_of_a_pipeline_from_python_begins_with_the_rows_that_were_saved_last(
+    two: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    saved = [np.frombuffer(pack_shard(actor.shard), np.uint8) for actor in two.handles]
+
+    def saved_rows(checkpoint: Any, shards: Any) -> list[Any]:
+        asked.append((checkpoint, len(shards)))
+        return saved
+
+    monkeypatch.setattr(rec_pipeline, "saved_rows", saved_rows)
+    checkpoint: Any = "the last"
+    pipeline: Any = SimpleNamespace(_running=lambda: SimpleNamespace(shards=two))
+    rec_pipeline.Pipeline._keep(pipeline, checkpoint)
+
+    two._replace(1, Lost("died", "killed"))
+    assert asked == [("the last", 1)]
+    assert [failure.source for failure in two.failures] == ["checkpoint"]
 
 
 def test_a_shard_that_dies_before_the_first_checkpoint_begins_with_the_rows_of_the_start(
