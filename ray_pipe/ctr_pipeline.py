@@ -62,8 +62,6 @@ class CtrPipeline(Pipeline):
         """Steps with what the shards sent meanwhile, on the books of stage 0."""
         try:
             for records in super().train(steps):
-                self.shards.step = records[0].step
-                self._num_excused = len(self.shards.failures)
                 yield self._with_shards(records)
         except TrainingError:
             self.shards.raise_error()  # a stage that waits for a dead shard is not the cause
@@ -126,7 +124,9 @@ class CtrPipeline(Pipeline):
         return self.shards.fill(saved_rows(checkpoint, self.shards.handles))
 
     def _with_shards(self, records: Records) -> Records:
+        """A step is done: what shards sent, and whoever was lost before it excuses nobody more."""
         first, *others = records
+        self.shards.step, self._num_excused = first.step, len(self.shards.failures)
         sent = {**first.sent, **self.shards.look()}
         totals = self.shards.totals()
         embedding = {

@@ -134,7 +134,6 @@ class LoadedPipeline(CtrPipeline):
         except TrainingError:
             self.shards.raise_error()  # a stage that waits for a dead shard is not the cause
             raise
-        self.shards.step = records[0].step
         first, *others = self._with_shards(records)
         return [replace(first, sent={**first.sent, **self.loader.look()}), *others]
 
