@@ -49,6 +49,9 @@ LEFT_OUT = {
     "end_to_end": "quoted in docs/replicas.md only",
     "black_box": "quoted in docs/lab-notes.md only",
     "sample_buffers": "quoted in docs/decisions/0014-row-store.md only",
+    "wire_speed": "quoted nowhere yet: kernels of rows on the wire against numpy",
+    "hybrid_adult": "virtual time; quoted in docs/embeddings.md only",
+    "click_sets": "the sets of embedding_quality.py",
     "quality_stories": "quoted in docs/lab-notes.md only",
 }
 

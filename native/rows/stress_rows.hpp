@@ -108,7 +108,7 @@ void cells() {
       else if (what < 58)
         apply(store, table, keys.data(), 64, g.data(), 0.01, nullptr, seen.data());
       else if (what < 61) remove(store, table, keys.data(), 16);
-      else if (what < 62) prune(store, table, dice() % 2400);
+      else if (what < 62) prune(store, table, dice() % 2400, kEven);
       else if (what < 63) compact(store);
       else {
         const Borrowed worker(store);

@@ -102,10 +102,8 @@ def write(file: str, made: dict[str, bytes]) -> None:
 @pytest.fixture(params=["native", "torch"])
 def core(request: pytest.FixtureRequest) -> object:
     """Both cores make the same bytes."""
-    before = kernels.core()
-    kernels.use(request.param)
-    yield request.param
-    kernels.use(before)
+    with kernels.use(request.param):
+        yield request.param
 
 
 def test_frames_are_the_bytes_that_they_were(core: str) -> None:

@@ -176,7 +176,7 @@ def sketch(ratio: float) -> list[rec.Table]:
 
 def test_the_sketch_of_the_specification_is_a_pipeline() -> None:
     emb = rec.EmbeddingStage(
-        sketch(0.65), shards=2, max_staleness=8, wire=rec.Wire(values="fp16-rowscale")
+        sketch(0.6), shards=2, max_staleness=8, wire=rec.Wire(values="fp16-rowscale")
     )
     pipe = ray_pipe.Pipeline([emb, *blocks()], link=ray_pipe.Link("100Mbit", rtt="80ms"))
 
