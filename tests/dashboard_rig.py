@@ -57,6 +57,17 @@ OTHERS = {
         "compare": "fp32",
         "steps": "6",
     },
+    "groups": {
+        "model.name": "gpt-nano",
+        "data.num_samples": "32",
+        "pipeline.stages": "1",
+        "pipeline.micro_batches": "2",
+        "pipeline.micro_batch_size": "2",
+        "sync.replicas": "2",
+        "sync.name": "ripples",
+        "compare": "fp32",
+        "steps": "6",
+    },
     "clicks": {"task": "ctr", "steps": "20"},
     "bumpy": {
         "model.name": "gpt-nano",
@@ -341,7 +352,13 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
         }
         for page, browser in browsers.items():
             seen.pages[page] = browser.communicate(timeout=PATIENCE_S)[0]
-        seen.messages.append(wait_for("a status message", message))
+        (first,) = seen.messages
+
+        def moved_on() -> str | None:
+            now = message()
+            return now if now != first else None
+
+        seen.messages.append(wait_for("another status message", moved_on))
         os.kill(stage_pid(head, 1), signal.SIGKILL)
 
         def ended() -> dict[str, Any] | None:
