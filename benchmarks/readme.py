@@ -82,6 +82,12 @@ def pieces_table() -> str:
         for row in transports["links"]
     )
     rows = [
+        [
+            "`python -m ray_pipe.run --bandwidth 100Mbps`, three arms and the report, two cores",
+            "at most 90 s",
+            f"{load(RESULTS / 'demo_time.json')['wall_s']:.0f} s",
+            "demo_time.py",
+        ],
         *speed_goals(load(RESULTS / "speed.json")["rates"]),
         [
             "step time against the simulator's prediction, 24 settings",
