@@ -437,6 +437,22 @@ def test_saved_rows_loaded_into_other_shards_go_on_to_the_bit(tmp_path: Path) ->
     assert same_future(ours, other)
 
 
+def test_the_order_of_use_over_all_shards_survives_another_number_of_them(tmp_path: Path) -> None:
+    """Ranks within a shard cannot tell which of two shards' rows was used first: steps can."""
+    ours = bag(evict="lru", max_rows=100, shards=3)
+    used = [40, 7, 93, 12, 65, 3, 88, 21, 54, 39, 76, 17]
+    for id_ in used:
+        trained(ours, torch.tensor([id_]))
+    one = bag(evict="lru", max_rows=100)
+    for folder, model in ((tmp_path / "first", ours), (tmp_path / "then", one)):
+        model.save(folder)
+        one.load(folder, shards=1)
+        trained(one, torch.tensor([7 if model is ours else 93]))  # steps of a new life go on
+
+    order = one.shards[0].rows["user"].rows.order()[0].tolist()
+    assert order == [40, *used[3:], 7, 93]
+
+
 def test_mutant_a_checkpoint_without_sightings_does_not_go_on_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
