@@ -20,7 +20,7 @@ help:
 	@echo "make soak           20 minutes of random faults; does anything leak? (MINUTES=n)"
 	@echo "make test-cluster   several hosts with real slow links on this machine (root, 10 minutes)"
 	@echo "make up      your machines as a Ray cluster, as cluster.yaml says; make down ends it"
-	@echo "make quick   unit and contract tests only (under a minute)"
+	@echo "make quick   unit and contract tests only (about two minutes)"
 	@echo "make test-tsan, make test-asan   the row store under threads, sanitised (2 minutes each)"
 	@echo "make check   format, lint and types"
 	@echo "make fmt     format the code"
@@ -42,7 +42,7 @@ test: $(READY)
 	plain=$$(cat build/plain.rc); [ $$ray = 0 ] && [ $$plain = 0 ]
 
 quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not ray and not cluster and not chaos" tests/unit tests/contract
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not cluster and not chaos" tests/unit tests/contract
 
 test-chaos: $(READY)
 	RAY_PIPE_RECOVERY_RESULTS=benchmarks/results/recovery.json \

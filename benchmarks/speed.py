@@ -12,69 +12,91 @@ are the medians of its rounds. Losses are the same to the bit in each round.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from bench import arguments, load, markdown, stage_actors, stamp, train_arm, write
 
 PAPER_RATIO = 4.9
-SHAPE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 32, "data.num_samples": 1024}
+LARGE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 32, "data.num_samples": 1024}
 """Many micro-batches, so that filling and draining the pipeline weigh little; a stage computes some
 90 ms on each, forth and back: a message through Ray costs a few."""
 
-SLOW_SHAPE = {"pipeline.micro_batches": 8, "pipeline.micro_batch_size": 16, "data.num_samples": 256}
+SLOW = {"pipeline.micro_batches": 8, "pipeline.micro_batch_size": 16, "data.num_samples": 256}
 """For links on which fp32 would take hours otherwise."""
 
-SLOW_BPS = 20e6
-FAST_BPS = 100e6
-PROBES = 3
+PROBES = 4
 
 
-def epochs_at(bps: float) -> int:
-    """Of two steps each: long enough for a loss to aim at; fast links are there for their times."""
-    return 4 if bps >= FAST_BPS else 12 if bps < SLOW_BPS else 8
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rate of the table, and the job that is trained at it."""
+
+    bps: float | None
+    """None: where this machine has the paper's ratio."""
+
+    job: Mapping[str, Any]
+    epochs: int
+    what: str
+    """The job in words."""
+
+    arms: str = "fp32,directq,acsgd"
+    """Codecs, with bits where they are not 4 forth and 4 back: acsgd:2/4."""
+
+
+ROWS = {
+    "paper": Row(
+        bps=None,
+        job=LARGE,
+        epochs=8,
+        what="16 micro-batches of 32",
+        arms="fp32,directq,acsgd,acsgd:2/4",
+    ),
+    "10Mbps": Row(bps=10e6, job=SLOW, epochs=12, what="8 micro-batches of 16"),
+    "100Mbps": Row(bps=100e6, job=LARGE, epochs=4, what="16 micro-batches of 32"),
+    "1Gbps": Row(bps=1e9, job=LARGE, epochs=4, what="16 micro-batches of 32"),
+}
+"""Fast links are there for their times: fewer epochs."""
 
 
 def main() -> None:
     parser = arguments("speed", __doc__ or "")
-    parser.add_argument("--epochs", type=int, help="by default 12, 8 or 4: fewer on fast links")
+    parser.add_argument("--epochs", type=int, help="instead of the rows' own")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--rates", default="paper,10e6,100e6,1e9")
-    parser.add_argument("--arms", default="fp32,directq,acsgd")
-    parser.add_argument("--keep", action="store_true", help="keep other rates of an earlier run")
+    parser.add_argument("--rows", default=",".join(ROWS), help="by default all")
+    parser.add_argument(
+        "--arms", help="instead of the rows' own; acsgd:2/4 has 2 bits forth, 4 back"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep other rows of an earlier run")
     args = parser.parse_args()
+    wanted = args.rows.split(",")
+    if unknown := [name for name in wanted if name not in ROWS]:
+        parser.error(f"--rows {','.join(unknown)}: there are {', '.join(ROWS)}")
 
     from netsim.units import show_bandwidth
 
     found = []
     with stage_actors(4) as actors:
-        probe: dict[str, Any] = {
-            **SHAPE,
-            "codec.name": "fp32",
-            "network.bandwidth_bps": 100e6,
-            "steps": 2,
-        }
-        ratio = median(train_arm(actors, probe)["link_to_compute"] for _ in range(PROBES))
-        paper_bps = round(100e6 * ratio / PAPER_RATIO, -5)
-        print(
-            f"the paper's ratio of {PAPER_RATIO} is at {show_bandwidth(paper_bps)} here", flush=True
-        )
-        for rate in args.rates.split(","):
-            bps = paper_bps if rate == "paper" else float(rate)
-            settings: dict[str, Any] = {**(SLOW_SHAPE if bps < SLOW_BPS else SHAPE)}
-            settings["epochs"] = args.epochs or epochs_at(bps)
+        for name in wanted:
+            row = ROWS[name]
+            bps = row.bps or bandwidth_of_the_paper(actors, row.job)
+            settings = {**row.job, "epochs": args.epochs or row.epochs}
             settings["network.bandwidth_bps"] = bps
+            print(f"{name}: {row.what} at {show_bandwidth(bps)}", flush=True)
             rounds = [
-                train_round(actors, args.arms.split(","), settings) for _ in range(args.rounds)
+                train_round(actors, (args.arms or row.arms).split(","), settings)
+                for _ in range(args.rounds)
             ]
             arms = [middle(list(turns)) for turns in zip(*rounds, strict=True)]
             compare(arms)
             found.append(
                 {
+                    "row": name,
+                    "what": row.what,
                     "bandwidth_bps": bps,
-                    "is_paper_ratio": rate == "paper",
+                    "is_paper_ratio": row.bps is None,
                     **stamp(),
-                    "paper_bandwidth_bps": paper_bps,
                     "settings": {**settings, "rounds": args.rounds},
                     "arms": arms,
                 }
@@ -107,23 +129,24 @@ def main() -> None:
     write(args.out, {"paper_ratio": PAPER_RATIO, "rates": found}, stamped=False)
 
 
-STAMPS = ("commit", "environment", "load_at_start", "paper_bandwidth_bps", "settings")
+def bandwidth_of_the_paper(actors: Any, job: Mapping[str, Any]) -> float:
+    """At which fp32's time on the wire is the paper's multiple of its compute, for this job.
+
+    Whatever else the machine does makes compute slower, never faster: the fastest probe counts.
+    """
+    probe = {**job, "codec.name": "fp32", "network.bandwidth_bps": 100e6, "steps": 2}
+    ratio = max(train_arm(actors, probe)["link_to_compute"] for _ in range(PROBES))
+    return round(100e6 * ratio / PAPER_RATIO, -5)
 
 
 def keep(older: Mapping[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new rates with those of an earlier run that they do not repeat.
+    """The new rows with those of an earlier run that they do not repeat, in the table's order.
 
-    Each rate says by which code, on which machine and with which settings it was measured. In files
-    from before that, the header says it of all rates.
+    Each row says by which code, on which machine and with which settings it was measured.
     """
-
-    def place(entry: Mapping[str, Any]) -> Any:
-        return entry["is_paper_ratio"] or entry["bandwidth_bps"]
-
-    header = {name: older[name] for name in STAMPS if name in older}
-    done = {place(entry) for entry in found}
-    kept = [{**header, **entry} for entry in older["rates"] if place(entry) not in done]
-    return sorted([*found, *kept], key=lambda e: (not e["is_paper_ratio"], e["bandwidth_bps"]))
+    done = {entry["row"] for entry in found}
+    kept = [entry for entry in older["rates"] if entry["row"] not in done]
+    return sorted([*found, *kept], key=lambda entry: list(ROWS).index(entry["row"]))
 
 
 def train_round(actors: Any, codecs: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,7 +157,12 @@ def train_round(actors: Any, codecs: list[str], settings: dict[str, Any]) -> lis
     arms: list[dict[str, Any]] = []
     for codec in codecs:
         target = arms[0]["final_loss"] if arms else None
-        arm = train_arm(actors, {**settings, "codec.name": codec}, target=target)
+        name, _, bits = codec.partition(":")
+        own = (
+            dict(zip(("codec.fw_bits", "codec.bw_bits"), map(int, bits.split("/")))) if bits else {}
+        )
+        arm = train_arm(actors, {**settings, "codec.name": name, **own}, target=target)
+        arm["name"] = f"{name} fw{bits.replace('/', '/bw')}" if bits else name
         arms.append(arm)
         plain = arms[0]
         arm["time_to_target_s"] = time_to_target(
@@ -174,6 +202,7 @@ def compare(arms: list[dict[str, Any]]) -> None:
         own, fp32_s = arm["time_to_target_s"], plain["time_to_target_s"]
         arm["time_to_target_speedup"] = fp32_s / own if own else None
         arm["speedup"] = plain["step_s"] / arm["step_s"]
+        arm["link_to_compute"] *= arm["compute_step_s"] / compute_s
         arm["compute_step_s"] = compute_s
         arm["compute_efficiency"] = compute_s / arm["step_s"]
         arm["codec_share"] = codec_share(arm)

@@ -22,6 +22,7 @@ from torch import Tensor
 from compressors.base import Buffer, CodecError, Packet, SampleKeys, Stateless, check_parts
 from compressors.floating import narrow_to
 from compressors.identity import dtype_name, dtype_of, from_part, to_part
+from compressors.padding import check_lengths
 
 VALUES: Final[dict[str, torch.dtype]] = {
     "bf16": torch.bfloat16,
@@ -188,6 +189,7 @@ def _largest(flat: Tensor, k: int) -> _Positions:
 def _without_padding(tensor: Tensor, keys: SampleKeys) -> Tensor:
     if keys.lengths is None:
         return tensor
+    check_lengths(tuple(tensor.shape), keys.lengths)
     positions = torch.arange(tensor.shape[1], device=tensor.device)
     lengths = torch.tensor(keys.lengths, device=tensor.device, dtype=torch.int64)
     padded = positions[None, :] >= lengths[:, None]

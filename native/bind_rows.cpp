@@ -249,6 +249,7 @@ Stats store_stats(const Store& store) {
              {"growths", store.growths.load()},
              {"longest_pause_ns", store.longest_pause_ns.load()},
              {"snapshots_expired", store.snapshots_expired.load()},
+             {"retired_bytes", store.retired_bytes()},
              {"base", reinterpret_cast<uint64_t>(store.arena.base())}};
   store.each_worker([&](const Worker& w) {
     const Counters& c = w.counters;
@@ -260,7 +261,6 @@ Stats store_stats(const Store& store) {
     s["batches"] += c.batches.load();
     s["probes"] += c.probes.load();
     s["evicted"] += c.evicted.load();
-    s["retired_bytes"] += w.retired_bytes.load();
   });
   return s;
 }

@@ -176,6 +176,12 @@ class Topology:
         return min(self.link(source, target).bandwidth_bps, self.uplink_bps(source))
 
     @property
+    def slowest_bps(self) -> float:
+        """Of all uplinks and links; infinite where nothing is shaped."""
+        specs = (self.default, *self.links.values())
+        return min(*self.uplinks_bps, *(spec.bandwidth_bps for spec in specs))
+
+    @property
     def is_unlimited(self) -> bool:
         """Nothing is shaped: frames pass as the real network carries them."""
         specs = (self.default, *self.links.values())

@@ -48,6 +48,8 @@ _SIZES = {
 } | {"bytes": Decimal(1)}
 
 _BANDWIDTH_EXPECTED = "'100Mbps' or '1.5 Gbit/s' (bits), '12.5 MB/s' (bytes), or 'unlimited'"
+_SURELY_BPS = 10**5
+"""A bare number from here on was written in bits per second, one below in Mbps."""
 _DURATION_EXPECTED = "'20ms', '1.5 s', '300us' or '2min'"
 _SIZE_EXPECTED = "'6GiB' (2^30 bytes), '200 MB' (10^6 bytes) or '4096B'"
 _MAX_NBYTES = 2**63 - 1
@@ -67,13 +69,18 @@ def parse_bandwidth(text: str) -> float:
     if unit not in _BANDWIDTHS:
         if number == 0:
             raise _refusal("bandwidth", text, f"more than zero, {_BANDWIDTH_EXPECTED}", "unlimited")
-        bytes_meant = "B" in unit and not unit.endswith("ps")
+        if not unit and abs(number) >= _SURELY_BPS:
+            meant = show_bandwidth(float(abs(number)))
+            raise _refusal("bandwidth", text, _BANDWIDTH_EXPECTED, meant)
+        bytes_meant = "B" in unit
         spellings = [*_BYTE_RATES] if bytes_meant else ["Mbps", *_BIT_RATES, *_BYTE_RATES]
         nearest = _nearest_unit(unit, spellings)
-        raise _refusal("bandwidth", text, _BANDWIDTH_EXPECTED, f"{abs(number)}{nearest}")
+        meant = f"{_plain(abs(number))}{nearest}"
+        bits = show_bandwidth(float(abs(number) * _BANDWIDTHS[nearest])) if bytes_meant else None
+        raise _refusal("bandwidth", text, _BANDWIDTH_EXPECTED, meant, same=bits)
     rate_bps = _as_float("bandwidth", text, number * _BANDWIDTHS[unit], _BANDWIDTH_EXPECTED)
     if rate_bps <= 0:
-        nearest = f"{abs(number)}{unit}" if number < 0 else "unlimited"
+        nearest = f"{_plain(abs(number))}{unit}" if number < 0 else "unlimited"
         raise _refusal("bandwidth", text, f"more than zero, {_BANDWIDTH_EXPECTED}", nearest)
     return rate_bps
 
@@ -85,10 +92,10 @@ def parse_duration(text: str) -> float:
         return 0.0
     if unit not in _DURATIONS:
         nearest = _nearest_unit(unit, ["ms", *_DURATIONS])
-        raise _refusal("duration", text, _DURATION_EXPECTED, f"{abs(number)}{nearest}")
+        raise _refusal("duration", text, _DURATION_EXPECTED, f"{_plain(abs(number))}{nearest}")
     if number < 0:
         raise _refusal(
-            "duration", text, f"zero or more, {_DURATION_EXPECTED}", f"{abs(number)}{unit}"
+            "duration", text, f"zero or more, {_DURATION_EXPECTED}", f"{_plain(abs(number))}{unit}"
         )
     return _as_float("duration", text, number * _DURATIONS[unit], _DURATION_EXPECTED)
 
@@ -100,9 +107,11 @@ def parse_size(text: str) -> int:
         return 0
     if unit not in _SIZES:
         nearest = _nearest_unit(unit, ["MB", *_SIZES])
-        raise _refusal("size", text, _SIZE_EXPECTED, f"{abs(number)}{nearest}")
+        raise _refusal("size", text, _SIZE_EXPECTED, f"{_plain(abs(number))}{nearest}")
     if number < 0:
-        raise _refusal("size", text, f"zero or more, {_SIZE_EXPECTED}", f"{abs(number)}{unit}")
+        raise _refusal(
+            "size", text, f"zero or more, {_SIZE_EXPECTED}", f"{_plain(abs(number))}{unit}"
+        )
     if number * _SIZES[unit] > _MAX_NBYTES:
         raise _refusal("size", text, f"at most 2^63 - 1 bytes, {_SIZE_EXPECTED}", "1TB")
     return round(number * _SIZES[unit])
@@ -113,10 +122,10 @@ def parse_fraction(text: str | float) -> float:
     expected = "a share from 0 to 1 such as 0.01, or a percentage such as '1%'"
     number, unit = _split("fraction", str(text), expected)
     if unit not in ("", "%"):
-        raise _refusal("fraction", str(text), expected, f"{abs(number)}%")
+        raise _refusal("fraction", str(text), expected, f"{_plain(abs(number))}%")
     share = float(number / 100 if unit else number)
     if not 0 <= share <= 1:
-        raise _refusal("fraction", str(text), expected, f"{abs(number)}%")
+        raise _refusal("fraction", str(text), expected, f"{_plain(abs(number))}%")
     return share
 
 
@@ -176,8 +185,11 @@ def _nearest_unit(unit: str, spellings: list[str]) -> str:
     return by_lower[near[0]] if near else spellings[0]
 
 
-def _refusal(what: str, text: object, expected: str, nearest: str | None) -> UnitError:
-    hint = f"; did you mean '{nearest}'?" if nearest else ""
+def _refusal(
+    what: str, text: object, expected: str, nearest: str | None, *, same: str | None = None
+) -> UnitError:
+    """`same` is `nearest` in another unit, where the two are easily mixed up."""
+    hint = f"; did you mean '{nearest}'{f', which is {same}' if same else ''}?" if nearest else ""
     return UnitError(f"{what} {text!r} is not understood: expected {expected}{hint}")
 
 

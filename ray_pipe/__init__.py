@@ -15,12 +15,14 @@ if TYPE_CHECKING:
         CheckpointConfig,
         CodecConfig,
         DataConfig,
+        EmbeddingConfig,
         FaultsConfig,
         ModelConfig,
         NetworkConfig,
         OptimConfig,
         PipelineConfig,
         RunConfig,
+        SyncConfig,
     )
     from ray_pipe.errors import (
         ClusterError,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ray_pipe.rec_link import Link
     from ray_pipe.rec_pipeline import Pipeline
     from ray_pipe.trainer import PipelineTrainer, Result
+    from stages.dropout import SampleDropout
 
 __version__ = "0.1.0"
 
@@ -42,12 +45,14 @@ _HOMES = {
         "CheckpointConfig",
         "CodecConfig",
         "DataConfig",
+        "EmbeddingConfig",
         "FaultsConfig",
         "ModelConfig",
         "NetworkConfig",
         "OptimConfig",
         "PipelineConfig",
         "RunConfig",
+        "SyncConfig",
     ),
     "ray_pipe.errors": (
         "ClusterError",
@@ -60,6 +65,7 @@ _HOMES = {
     "ray_pipe.rec_link": ("Link",),
     "ray_pipe.rec_pipeline": ("Pipeline",),
     "ray_pipe.trainer": ("PipelineTrainer", "Result"),
+    "stages.dropout": ("SampleDropout",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -72,6 +78,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DataError",
+    "EmbeddingConfig",
     "FaultsConfig",
     "Link",
     "ModelConfig",
@@ -83,7 +90,9 @@ __all__ = [
     "RayPipeError",
     "Result",
     "RunConfig",
+    "SampleDropout",
     "StageDied",
+    "SyncConfig",
     "TrainingError",
     "__version__",
 ]

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from ray_pipe.arm_progress import (
     EvalLosses,
     eval_losses_of,
@@ -16,13 +14,14 @@ from ray_pipe.arm_progress import (
     progress_of,
     restore_meter,
 )
-from ray_pipe.checkpoint import Saver
+from ray_pipe.checkpoint import Pace, Saver
 from ray_pipe.checkpoint_files import Checkpoint, CheckpointStore
 from ray_pipe.config import RunConfig
 from ray_pipe.metrics import ArmMeter
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import Prediction
 from ray_pipe.plans import Arm
+from ray_pipe.recovery import Failure
 from ray_pipe.resume import Start, default_folder, find_resume, load, states_for
 from stages.storage import StorageError
 
@@ -56,6 +55,13 @@ class RunCheckpoints:
     lost: dict[str, str] = field(default_factory=dict)
     """Arms whose last state could not be saved, and why."""
 
+    failures: list[Failure] = field(default_factory=list)
+    """Of the whole run, those before it was resumed first; whoever meets one adds it."""
+
+    _num_begun: int = 0
+    _pace: Pace | None = None
+    """Of a run that was not told when to save."""
+
     _store: CheckpointStore | None = None
     _run_name: str = ""
 
@@ -74,12 +80,18 @@ class RunCheckpoints:
         if config.checkpoint.resume == "auto" and resume is None:
             on_warning("--resume auto: there is no checkpoint yet, the run starts at step 0.")
         starts = {} if resume is None else {arm.name: resume.start(arm) for arm in arms}
-        return cls(starts=starts, on_warning=on_warning, on_phase=on_phase)
+        # Each arm has noted those of the arms before it, too.
+        noted = [(one.progress or {}).get("failures", []) for one in starts.values()]
+        failures = [Failure.from_dict(entry) for entry in max(noted, key=len, default=[])]
+        return cls(starts=starts, on_warning=on_warning, on_phase=on_phase, failures=failures)
 
     def open(self, config: RunConfig, path: Path) -> None:
         """Where this run's own checkpoints go, once its folder is known."""
         self._run_name = path.name
-        if config.checkpoint.every is not None:
+        by_time = config.checkpoint.every is None and config.checkpoint.automatic_s > 0
+        if by_time and config.sync.replicas == 1:  # replicas meet at barriers to be saved
+            self._pace = Pace(config.checkpoint.automatic_s)
+        if config.checkpoint.every is not None or self._pace is not None:
             self._store = CheckpointStore(default_folder(config, str(path)))
 
     def is_done(self, arm: Arm) -> bool:
@@ -101,14 +113,9 @@ class RunCheckpoints:
         """Load what the arm begins with, if anything, and save from here on, if that is wanted."""
         start = self.starts.get(one.arm.name, Start())
         if start.checkpoint is not None:
-            assert start.progress is not None
             self.on_phase(f"{one.arm.name}: loading {start.checkpoint.path}")
             for text in (*start.notes, *load(pipeline, start, one.arm)):
                 self.on_warning(text)
-            restore_meter(one.meter, start.progress)
-            one.eval_losses[:] = eval_losses_of(start.progress)
-            one.restore_extra(start.progress.get("extra", {}))
-            self.resumed[one.arm.name] = start.checkpoint.step
         self.newest = start.checkpoint
         if self._store is not None:
             self._store.reopen(one.arm.name)
@@ -117,12 +124,21 @@ class RunCheckpoints:
                 pipeline,
                 one.arm,
                 run_name=self._run_name,
-                progress=lambda: _numbers(one),
+                progress=lambda: self._numbers(one),
                 on_warning=self.on_warning,
+                must_write=self._num_begun == 0,
+                pace=self._pace,
             )
             one.saver.newest = start.checkpoint
             pipeline.on_sent = one.saver.sent
+        if start.checkpoint is not None:  # no stage is called any more: this is done once
+            assert start.progress is not None
+            restore_meter(one.meter, start.progress)
+            one.eval_losses[:] = eval_losses_of(start.progress)
+            one.restore_extra(start.progress.get("extra", {}))
+            self.resumed[one.arm.name] = start.checkpoint.step
         pipeline.checkpoints = Fallback(one, start.checkpoint, self.on_warning)
+        self._num_begun += 1
 
     def end_steps(self, pipeline: Pipeline, one: InTraining) -> None:
         """The arm's own steps are done: wait until they are saved."""
@@ -130,18 +146,29 @@ class RunCheckpoints:
         if one.saver is not None:
             one.saver.finish()
             self.newest = one.saver.newest
-            if one.saver.lost:
+            if one.saver.lost and self._pace is None:  # else nobody asked for it: it was warned of
                 self.lost[one.arm.name] = one.saver.lost
+
+    def results(self) -> dict[str, Any]:
+        """What results.json says of them, where there is something to say."""
+        found = {"resumed": dict(self.resumed), "lost_checkpoints": dict(self.lost)}
+        return {name: value for name, value in found.items() if value}
 
     def end(self, one: InTraining) -> None:
         """Nothing more will be trained of this arm."""
-        if self._store is None or one.saver is None or one.arm.name in self.lost:
+        if self._store is None or one.saver is None or one.saver.lost:
             return  # what is lost must be trained again by whoever resumes
         if one.saver.newest is not None:
             try:
-                self._store.finish(one.arm.name, _numbers(one))
+                self._store.finish(one.arm.name, self._numbers(one))
             except StorageError as error:
                 self.on_warning(f"that {one.arm.name} is done could not be noted: {error}")
+
+    def _numbers(self, one: InTraining) -> dict[str, Any]:
+        steps = one.arm.num_steps
+        numbers = progress_of(one.meter, one.eval_losses, one.prediction, num_steps=steps)
+        failures = [failure.as_dict() for failure in self.failures]
+        return numbers | {"extra": one.extra(), "failures": failures}
 
 
 @dataclass(frozen=True)
@@ -160,11 +187,13 @@ class Fallback:
 
     def newest(self) -> int | None:
         """The step whose commit was saved last, as far as that can still be read."""
+        if self.one.saver is not None:
+            self.one.saver.settle()  # else what is chosen here could be removed meanwhile
         checkpoint = self._checkpoint()
         return None if checkpoint is None else checkpoint.step - 1
 
-    def load(self, step: int) -> list[Any]:
-        """That state of every stage, as `StageActor.load_state` takes it.
+    def load(self, step: int) -> list[bytes]:
+        """That state of every stage, as `StageState` writes it.
 
         Raises `CheckpointError` if it is damaged: `refuse` it, and there may be one before it.
         """
@@ -173,7 +202,7 @@ class Fallback:
         assert checkpoint.step - 1 == step
         checkpoint.verify()
         states, _ = states_for(self.one.arm, checkpoint)
-        return [np.frombuffer(state.to_bytes(), dtype=np.uint8) for state in states]
+        return [state.to_bytes() for state in states]
 
     def refuse(self, why: str) -> None:
         """The newest cannot be used: `newest` is the one before it from now on."""
@@ -188,8 +217,3 @@ class Fallback:
         own = [] if self.one.saver is None else self.one.saver.history
         found = [one for one in (self.first, *own) if one and one.path not in self._refused]
         return found[-1] if found else None
-
-
-def _numbers(one: InTraining) -> dict[str, Any]:
-    numbers = progress_of(one.meter, one.eval_losses, one.prediction, num_steps=one.arm.num_steps)
-    return numbers | {"extra": one.extra()}

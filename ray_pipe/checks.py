@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ray_pipe.ctr_section import check_ctr
 from ray_pipe.errors import ConfigError
+from ray_pipe.idle_options import check_codec_options, check_losses
 from ray_pipe.row_memory import remembers
 from ray_pipe.sections import LINK_OPTIONS
 
@@ -26,6 +27,8 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     """All checks that need neither torch nor the corpus."""
     check_replicas(config)
     check_links(config)
+    check_losses(config)
+    check_codec_options(config)
     if config.task == "ctr":
         return check_ctr(config)
     check_stages(config, num_blocks=num_blocks)
@@ -54,11 +57,10 @@ def check_arms(config: RunConfig) -> None:
     for name in config.compare:
         if config.compare.count(name) > 1:
             raise ConfigError(f"compare: {name!r} is listed twice; once is enough.")
-    default = type(config.codec)().name
-    if config.compare and config.codec.name not in (*config.compare, default):
+    if config.compare and config.codec.name not in config.compare:
         raise ConfigError(
             f"codec.name is {config.codec.name!r} but compare lists {', '.join(config.compare)}, "
-            "so it would not be trained; add it to compare, or leave compare empty."
+            "so it would not be trained; add it to compare, or leave one of the two out."
         )
 
 
@@ -226,25 +228,32 @@ def check_repeat_visits(config: RunConfig, num_samples: int) -> list[str]:
     ]
 
 
-def check_corpus(config: RunConfig, num_samples: int) -> None:
-    """At least one whole batch."""
+def check_corpus(config: RunConfig, num_samples: int, *, dataset: str = "") -> None:
+    """At least one whole batch. `dataset` is the class of a user's own."""
     need = config.pipeline.samples_per_step
     replicas = config.sync.replicas
     if num_samples // replicas >= need:
         return
+    step = (
+        f"one step takes {need} ({config.pipeline.micro_batches} micro-batches of "
+        f"{config.pipeline.micro_batch_size})"
+    )
     if replicas > 1 and num_samples >= need:
+        more = "more samples" if dataset else "more text (data.num_samples)"
         raise ConfigError(
             f"--replicas {replicas}: each gets {num_samples // replicas} of {num_samples} samples, "
-            f"but one step takes {need} ({config.pipeline.micro_batches} micro-batches of "
-            f"{config.pipeline.micro_batch_size}); give more text (data.num_samples), or lower "
-            "--replicas, --micro-batches or --micro-batch-size."
+            f"but {step}; give {more}, or lower --replicas, --micro-batches or --micro-batch-size."
+        )
+    if dataset:
+        kept_out = " to train on, without those that eval keeps out" if config.eval else ""
+        raise ConfigError(
+            f"the dataset {dataset} has {num_samples} samples{kept_out}, but {step}; give more "
+            "samples, or lower pipeline.micro_batches or pipeline.micro_batch_size."
         )
     context = config.model.size.context
     raise ConfigError(
-        f"--data {config.data.source}: makes {num_samples} samples of {context} tokens, but one "
-        f"step takes {need} ({config.pipeline.micro_batches} micro-batches of "
-        f"{config.pipeline.micro_batch_size}); give more text, or lower --micro-batches, "
-        "--micro-batch-size or model.context."
+        f"--data {config.data.source}: makes {num_samples} samples of {context} tokens, but "
+        f"{step}; give more text, or lower --micro-batches, --micro-batch-size or model.context."
     )
 
 

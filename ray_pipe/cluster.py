@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import (
 from ray_pipe.errors import ClusterError
 from ray_pipe.planner.placement import Node, Placement, move, place, spare_homes
 from ray_pipe.preflight import check_address
+from ray_pipe.pulse import PULSE_S
 from ray_pipe.spares import Spares
 
 NAMESPACE = "ray_pipe"
@@ -74,7 +75,7 @@ def connect(
         "logging_level": logging.ERROR,
     }
     if job_name:
-        options["job_config"] = JobConfig(metadata={"job_name": job_name})
+        options["job_config"] = JobConfig(metadata={"job_name": str(job_name)})
     if not existing:
         # A dashboard is eleven more processes; on a small machine they are felt in every step.
         # Frames up to four megabytes go with the call: through the object store each one would cost
@@ -146,6 +147,14 @@ def nodes() -> list[Node]:
         for node in listed()
         if node["Alive"]
     ]
+
+
+Look = Callable[[Collection[int]], Mapping[int, RayError]]
+"""Of the stages that are waited for: who is lost, and why."""
+
+
+def nobody_is_lost(waiting: Collection[int]) -> Mapping[int, RayError]:
+    return {}
 
 
 class NotIntroduced(ClusterError):
@@ -269,25 +278,28 @@ class StageActors:
         if self.spares.is_due():
             self.spares.tend(spare_homes(self.placement, nodes()), warm_with)
 
-    def introduce(self) -> None:
+    def introduce(self, *, look: Look = nobody_is_lost) -> None:
         """Tell every actor who the others are; returns when all have heard it.
 
-        Raises `NotIntroduced` at the first that cannot, or with all that are late.
+        Raises `NotIntroduced` at the first that cannot or that `look` finds lost, or with all that
+        are late.
         """
         peers = dict(enumerate(self.handles)) | self.guests
         calls = {handle.connect.remote(peers): index for index, handle in enumerate(self.handles)}
         guests = [guest.connect.remote(self.handles[0]) for guest in self.guests.values()]
-        self._hear(calls | dict.fromkeys(guests, GUEST))
+        self._hear(calls | dict.fromkeys(guests, GUEST), look)
 
-    def _hear(self, calls: dict[Any, int]) -> None:
+    def _hear(self, calls: dict[Any, int], look: Look) -> None:
         waiting, until_s = dict(calls), time.monotonic() + START_TIMEOUT_S
         errors: dict[int, RayError] = {}
         while waiting and not errors:
             left_s = max(0.0, until_s - time.monotonic())
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left_s, PULSE_S))
             if not ready:
-                errors = {index: GetTimeoutError("no answer") for index in waiting.values()}
-                break
+                errors = dict(look(waiting.values()))
+                if not errors and time.monotonic() >= until_s:
+                    errors = {index: GetTimeoutError("no answer") for index in waiting.values()}
+                continue
             index = waiting.pop(ready[0])
             try:
                 ray.get(ready[0])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stages.sync.trial import Costs, Trial
 
 DONE, REFUSED, STOPPED = 0, 2, 130
-STEP, MODEL_SIZE = "1s", "1MB"
+STEP, MODEL_SIZE, SLOW = "1s", "1MB", "2:4x"
 BASE = "all-reduce"
 EQUAL = "homogeneous"
 
@@ -81,11 +81,11 @@ def main(
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "compare_sync.json").write_text(text + "\n", encoding="utf-8")
-    write_figure(folder / "compare_sync.png", rows, straggler=plan.slow)
+    write_figure(folder / "compare_sync.png", rows, straggler=plan.straggler)
     if args.json:
         out.write(text + "\n")
     else:
-        show_table(rows, straggler=plan.slow, out=out)
+        show_table(rows, straggler=plan.straggler, out=out)
         out.write(f"{folder / 'compare_sync.png'}: loss against time\n")
         out.write(f"{folder / 'compare_sync.json'}: these numbers\n")
     return DONE
@@ -106,6 +106,9 @@ class Plan:
 
     real_step_s: float = 0.25
 
+    slow_link: str = ""
+    """The straggler has a slow uplink instead."""
+
     out: str = ""
     resume: bool = False
 
@@ -113,9 +116,9 @@ class Plan:
     def of(cls, args: argparse.Namespace) -> Plan:
         """Refuses what cannot work, with the way out."""
         from compressors.registry import CodecSpec
-        from stages.sync.slowness import parse_slow
+        from stages.sync.slowness import parse_slow, parse_slow_link
         from stages.sync.strategies import SyncSpec, check_spec
-        from stages.sync.trial import Costs
+        from stages.sync.trial import LETTERS, Costs
 
         codec = CodecSpec(name=args.codec, bits=args.bits)
         coded = CodecSpec(name="directq", bits=4) if args.codec == "fp32" else codec
@@ -128,8 +131,20 @@ class Plan:
             for name in _chosen(args.only)
         }
         sizes = _sizes(args.replicas)
+        slow = args.slow if args.slow is not None else "" if args.slow_link else SLOW
         for num in sizes:
-            parse_slow(args.slow, num_replicas=num)
+            parse_slow(slow, num_replicas=num)
+            parse_slow_link(args.slow_link, num_replicas=num)
+        if args.slow_link and max(sizes) > LETTERS:
+            raise ConfigError(
+                f"--slow-link {args.slow_link} with {max(sizes)} replicas: the clock of all-reduce "
+                f"is computed above {LETTERS}, for equal links; give --replicas {LETTERS} or fewer."
+            )
+        if args.slow_link and args.real:
+            raise ConfigError(
+                f"--slow-link {args.slow_link} is of virtual time: on Ray give unequal links to "
+                "`ray_pipe.run --topology`; leave out --real."
+            )
         fitting = {
             name: replace(spec, group_size=min(spec.group_size, *sizes))
             for name, spec in found.items()
@@ -147,7 +162,7 @@ class Plan:
         if args.real and not 6 <= args.real_steps <= 1000:
             raise ConfigError(f"--real-steps {args.real_steps}: give 6 to 1000")
         if args.real:
-            parse_slow(args.slow, num_replicas=4)
+            parse_slow(slow, num_replicas=4)
             for flag, given, usual in (
                 ("--step", args.step, STEP),
                 ("--model-size", args.model_size, MODEL_SIZE),
@@ -163,15 +178,22 @@ class Plan:
                 f"be seen; give {10 * max(costs.step_s, 0.001):g}s or more, or a shorter --step"
             )
         return cls(
-            strategies=fitting, sizes=sizes, slow=args.slow, seconds=seconds, costs=costs,
+            strategies=fitting, sizes=sizes, slow=slow, seconds=seconds, costs=costs,
+            slow_link=args.slow_link,
             seed=args.seed, real_steps=args.real_steps if args.real else 0,
             real_step_s=parse_duration(args.real_step), out=args.out, resume=args.resume,
         )  # fmt: skip
 
     @property
+    def straggler(self) -> str:
+        """What the second case is called."""
+        link = f"link {self.slow_link}" if self.slow_link else ""
+        return ", ".join(part for part in (self.slow, link) if part)
+
+    @property
     def cases(self) -> dict[str, str]:
         """What replicas are slowed by, by name."""
-        return {EQUAL: "", self.slow: self.slow}
+        return {EQUAL: "", self.straggler: self.slow}
 
     def run(self, err: TextIO) -> Iterator[Row]:
         """One row after the other; tells on `err` what it is at."""
@@ -187,13 +209,15 @@ class Plan:
             for case, slow in self.cases.items():
                 with teller(f"{name}, {num} replicas, {case}") as tell:
                     sync = self.strategies[name]
+                    link = self.slow_link if case != EQUAL else ""
+                    costs = replace(self.costs, slow_link=link)
                     asked: dict[str, Any] = {
                         "num_replicas": num, "slow": slow, "seconds": self.seconds,
                         "seed": self.seed,
                     }  # fmt: skip
                     trials[case] = kept.get(
-                        {"sync": asdict(sync), "costs": asdict(self.costs), **asked},
-                        partial(run_trial, sync, costs=self.costs, **asked),
+                        {"sync": asdict(sync), "costs": asdict(costs), **asked},
+                        partial(run_trial, sync, costs=costs, **asked),
                     )
                     tell(trials[case])
             yield Row(strategy=name, num_replicas=num, is_real=False, cases=trials)
@@ -221,8 +245,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
         return {
-            "seconds": self.seconds, "slow": self.slow, "seed": self.seed,
-            "costs": asdict(self.costs),
+            "seconds": self.seconds, "slow": self.slow, "slow_link": self.slow_link,
+            "seed": self.seed, "costs": asdict(self.costs),
         }  # fmt: skip
 
 
@@ -293,7 +317,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--replicas", default="16", help="how many, from 4 to 2000; several as 16,256,1000"
     )
-    parser.add_argument("--slow", default="2:4x", help="the straggler: 2:4x, random:6x@0.06, …")
+    parser.add_argument("--slow", help=f"the straggler: {SLOW} (the default), random:6x@0.06, …")
+    parser.add_argument(
+        "--slow-link", default="", help="a straggler whose uplink is slow instead: 2:10x"
+    )
     parser.add_argument("--seconds", default="120s", help="virtual time of each trial")
     parser.add_argument("--step", default=STEP, help="computing of one step, up to 10 %% more")
     parser.add_argument(

@@ -20,7 +20,8 @@ from ray_pipe.checks import check_corpus, check_repeat_visits
 from ray_pipe.codec_names import canonical_codec
 from ray_pipe.ctr_section import CTR_DEFAULTS, EmbeddingConfig, check_task
 from ray_pipe.errors import ConfigError
-from ray_pipe.options import check_section, option, plain
+from ray_pipe.idle_options import check_losses
+from ray_pipe.options import UnsaidNames, UnsaidText, check_section, option, plain
 from ray_pipe.row_memory import check_memory, check_memory_cap
 from ray_pipe.sections import (
     LINK_OPTIONS,
@@ -81,7 +82,7 @@ class RunConfig:
     dashboard: bool = False
     """Start the Ray dashboard, too, and print its address; a Ray of one's own has it anyway."""
 
-    compare: tuple[str, ...] = DEFAULT_ARMS
+    compare: tuple[str, ...] = UnsaidNames(DEFAULT_ARMS)
     """Codecs that are trained one after another on the same seed, order and batches.
     Empty: only codec.name; so it is when a codec is given without this."""
 
@@ -115,20 +116,34 @@ class RunConfig:
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
         check_section(self, prefix="")
-        names = tuple(canonical_codec(name, source="compare") for name in self.compare)
-        object.__setattr__(self, "compare", names)
+        self._settle_arms()
         check_task(self)
         checks.check_arms(self)
         if not self.name:
-            object.__setattr__(self, "name_is_generated", True)
-            object.__setattr__(self, "name", _make_name(self))
+            object.__setattr__(self, "name", UnsaidText(_make_name(self)))
+        # It survives `dataclasses.replace`: a copy's folder must not be this run's.
+        object.__setattr__(self, "name_is_generated", isinstance(self.name, UnsaidText))
         checks.check_name(self.name)
+
+    def _settle_arms(self) -> None:
+        """What was not said of `compare` and `codec.name` follows from what was."""
+        names: tuple[str, ...]
+        if isinstance(self.compare, UnsaidNames):
+            names = UnsaidNames(() if self.codec.is_said else DEFAULT_ARMS)
+        else:
+            names = tuple(canonical_codec(name, source="compare") for name in self.compare)
+        object.__setattr__(self, "compare", names)
+        if not self.codec.is_said:
+            default = type(self.codec)().name
+            name = default if not names or default in names else names[-1]
+            codec = dataclasses.replace(self.codec, name=UnsaidText(name))
+            object.__setattr__(self, "codec", codec)
 
     @property
     def arms(self) -> tuple[CodecConfig, ...]:
         """The codecs to train, one after another."""
         names = self.compare or (self.codec.name,)
-        return tuple(dataclasses.replace(self.codec, name=name) for name in names)
+        return tuple(dataclasses.replace(self.codec, name=str(name)) for name in names)
 
     @property
     def links_are_given(self) -> bool:
@@ -147,7 +162,9 @@ class RunConfig:
         name = "" if self.name_is_generated else self.name
         asked = [f"{key} {value:g}" for key, value in self.network.said.items() if value]
         added = f"only {', '.join(asked)} is emulated" if asked else "nothing is emulated"
-        return dataclasses.replace(self, network=network, name=name), [
+        changed = dataclasses.replace(self, network=network, name=name)
+        check_losses(changed)
+        return changed, [
             f"the stages are on {num_nodes} nodes and no --bandwidth was given: frames go over "
             f"the real network as they are, {added} (--bandwidth 100Mbps would)."
         ]
@@ -201,6 +218,10 @@ class RunConfig:
         own = self.to_dict()
         if self.name_is_generated:
             del own["name"]  # it would speak of the old codec and bandwidth
+        if isinstance(self.compare, UnsaidNames):
+            del own["compare"]
+        if not self.codec.is_said:
+            del own["codec"]["name"]
         for name in LINK_OPTIONS.keys() - self.network.said.keys():
             own["network"].pop(name, None)
         given = settings_file.parse_settings(settings)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from netsim.units import show_size
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_workload import ClickTask, order_of
 from ray_pipe.errors import ConfigError
 from stages.embedding.permits import MAX_AUTO_TAU
+from stages.embedding.row_table import MARKER_BYTES
 from stages.embedding.shard import Shard
 from stages.embedding.shard_files import ShardFileError, check_file
 from stages.embedding.shard_folders import saved_shards
@@ -30,13 +33,7 @@ SLACK = 1.5
 def check_capacity(config: RunConfig, task: ClickTask) -> None:
     """Refuse a capacity that cannot even hold the rows of the steps that are under way."""
     embedding = config.embedding
-    first = order_of(config, task.workload).at(0)
-    samples: Any = task.workload.samples
-    clicks = samples.clicks([sample for part in first for sample in part])
-    distinct: dict[str, set[int]] = {}
-    for table, bag in zip(task.features, clicks.bags, strict=True):
-        distinct.setdefault(table, set()).update(bag.ids.tolist())
-    num_rows = sum(map(len, distinct.values()))
+    num_rows = _num_rows(config, task, range(1))
     row_nbytes = round(4 * embedding.dim * (1 + STATE[embedding.optimizer])) + ROW_OVERHEAD
     tau = MAX_AUTO_TAU if embedding.tau is None else embedding.tau
     if embedding.spill is not None:
@@ -49,6 +46,7 @@ def check_capacity(config: RunConfig, task: ClickTask) -> None:
                 f"touch {num_rows:,} rows of about {row_nbytes} bytes, with new versions and the "
                 f"tables' own {show_size(need, digits=3)}; raise --capacity, or lower --batch-size."
             )
+        _check_markers(config, task, need, row_nbytes)
         return
     need = round(SLACK * (tau + 1) * num_rows * row_nbytes)
     if embedding.capacity >= need:
@@ -59,6 +57,35 @@ def check_capacity(config: RunConfig, task: ClickTask) -> None:
         f"{row_nbytes} bytes, and up to {tau + 1} steps are under way, which takes "
         f"{show_size(need, digits=3)}; raise --capacity, lower --staleness or --batch-size, or "
         "give a folder for the rest with --spill."
+    )
+
+
+def _num_rows(config: RunConfig, task: ClickTask, steps: range) -> int:
+    """Rows of sharded tables that these steps use."""
+    order, samples = order_of(config, task.workload), task.workload.samples
+    ids = [sample for step in steps for part in order.at(step) for sample in part]
+    bags: dict[str, list[Any]] = {}
+    clicks: Any = samples.clicks(ids)  # type: ignore[attr-defined]
+    for table, bag in zip(task.features, clicks.bags, strict=True):
+        bags.setdefault(table, []).append(bag.ids)
+    return sum(len(np.unique(np.concatenate(parts))) for parts in bags.values())
+
+
+def _check_markers(config: RunConfig, task: ClickTask, need: int, row_nbytes: int) -> None:
+    """Refuse a capacity that the markers of all rows on disk would fill."""
+    capacity = config.embedding.capacity
+    num_steps = order_of(config, task.workload).steps_per_epoch
+    if config.steps is not None:
+        num_steps = min(num_steps, config.steps)
+    num_rows = _num_rows(config, task, range(num_steps))
+    least = num_rows * MARKER_BYTES + need
+    if num_rows * row_nbytes <= capacity or least <= capacity:
+        return
+    raise ConfigError(
+        f"--capacity {show_size(capacity)} is less than --spill needs in memory: the run uses "
+        f"{num_rows:,} rows, and each that is on disk keeps about {MARKER_BYTES} bytes here, which "
+        f"with the rows of one step is {show_size(least, digits=3)}; raise --capacity, or leave "
+        "out --spill, which drops the rows that were used longest ago."
     )
 
 

@@ -18,9 +18,11 @@ from ray_pipe.checkpoint_files import Checkpoint, CheckpointError, shard_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_workload import CtrArm
+from ray_pipe.deadlines import transfer_s
 from ray_pipe.errors import TrainingError
 from ray_pipe.pipeline import CallsFailed, Item, Pipeline, Records
 from ray_pipe.recovery import Failure
+from ray_pipe.saving import Save
 from ray_pipe.shards import Shards
 from stages.embedding.shard_folders import saved_shards
 
@@ -103,18 +105,22 @@ class CtrPipeline(Pipeline):
         except RayError:  # the watch sees to it; until then nobody knows what it sees
             return False
 
-    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+    def patience_s(self) -> float:
+        """With the shards' rows on their way, too."""
+        nbytes = self.shards.totals().real_bytes
+        return super().patience_s() + transfer_s(nbytes, self.arm.topology.slowest_bps)
+
+    def start_save(self, key: str, step: int, folder: str | None) -> Save:
         """Stages and shards copy their state after `step`: stage 0 waits for its gradients, has
         the shards copy theirs, and only then goes on."""
-        kept = [handle.keep_state.remote(key, step) for handle in self.handles]
-        calls = {
-            handle.write_kept.remote(kept[index], folder, self.file_of(index)): index
-            for index, handle in enumerate(self.handles)
-        }
-        for shard, handle in enumerate(self.shards.handles):
-            index = len(self.handles) + shard
-            calls[handle.write_kept.remote(kept[0], folder, self.file_of(index))] = index
-        return calls
+        for handle in self.handles:
+            handle.keep_state.remote(key, step)
+        handles = dict(enumerate([*self.handles, *self.shards.handles]))
+        return Save(
+            handles,
+            lambda index: handles[index].write_kept.remote(key, folder, self.file_of(index)),
+            patience_s=self.patience_s(),
+        )
 
     def load_shards(self, checkpoint: Checkpoint) -> int:
         """Deal the rows of a checkpoint out to the shards; returns how many there are."""

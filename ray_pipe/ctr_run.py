@@ -16,7 +16,7 @@ from typing import Any
 from netsim.units import show_bandwidth, show_duration
 from ray_pipe.arms import compare
 from ray_pipe.checkpointing import RunCheckpoints
-from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
+from ray_pipe.cluster import connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_checks import check_capacity, check_prune, check_rows
 from ray_pipe.ctr_metrics import ScoreCounts
@@ -28,7 +28,7 @@ from ray_pipe.ctr_workload import (
     click_task,
     ctr_arms,
 )
-from ray_pipe.driver import Outcome
+from ray_pipe.driver import Outcome, preparation, start_actors
 from ray_pipe.errors import ConfigError
 from ray_pipe.metrics import ArmMeter, MetricsFile
 from ray_pipe.monitoring.monitor import watch
@@ -39,6 +39,8 @@ from ray_pipe.results import results_of, write_all
 from ray_pipe.resume import Start
 from ray_pipe.shards import Shards, ShardTotals
 from ray_pipe.trained import Trained
+
+LOSSES = ("lost_pushes", "lost_versions", "refused")
 
 
 @dataclass(kw_only=True)
@@ -55,10 +57,22 @@ class Clicked(Trained):
     """(wall_s, step, AUC, log-loss) after each epoch."""
 
     client: dict[str, Any] = field(default_factory=dict)
-    """Stage 0's own counts: lost, voided and refused pushes."""
+    """The counts of stage 0 as it lives now: lost, voided and refused pushes."""
+
+    past: Counter[str] = field(default_factory=Counter)
+    """The same of its earlier lives."""
 
     before: dict[str, Any] = field(default_factory=dict)
     """`extra` of the run that this one goes on from."""
+
+    def note_client(self, told: Mapping[str, Any]) -> None:
+        """What stage 0 counted so far in its present life, which may be a new one."""
+        if self.client.get("session") != told.get("session"):
+            self.past.update({key: self.client.get(key, 0) for key in LOSSES})
+        self.client = dict(told)
+
+    def _counted(self, key: str) -> int:
+        return self.past[key] + int(self.client.get(key, 0))
 
     def extra(self) -> dict[str, Any]:
         """What a checkpoint keeps of the arm besides rows and bytes."""
@@ -100,9 +114,13 @@ class Clicked(Trained):
             "tau": self.tau,
             "staleness_max": max(histogram, default=0),
             "staleness_histogram": {str(key): histogram[key] for key in sorted(histogram)},
-            "lost_pushes": so_far("lost_pushes", self.client.get("lost_pushes", 0)),
-            "lost_versions": so_far("lost_versions", self.client.get("lost_versions", 0)),
-            "refused_pushes": so_far("refused_pushes", self.client.get("refused", 0)),
+            # What a stage 0 counted after it last told died with it; shards count lost ones too.
+            "lost_pushes": so_far(
+                "lost_pushes", max(self._counted("lost_pushes"), totals.lost_pushes)
+            ),
+            "unsent_pushes": so_far("unsent_pushes", totals.unsent_pushes),
+            "lost_versions": so_far("lost_versions", self._counted("lost_versions")),
+            "refused_pushes": so_far("refused_pushes", self._counted("refused")),
             "replayed_pushes": so_far("replayed_pushes", totals.replayed),
             "dropped_gradients": totals.dropped_rows,
             "prunes": totals.prunes,
@@ -131,7 +149,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
         config, arms, on_warning=observer.on_warning, on_phase=observer.on_phase
     )
     trained: list[Clicked] = []
-    failures: list[Failure] = []
+    failures = checkpoints.failures
     epoch_s = time.time()
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
@@ -151,7 +169,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
         try:
             with (
                 MetricsFile(path / "metrics.jsonl", on_warning=observer.on_warning) as sink,
-                StageActors(config.pipeline.stages, label=path.name, placement=placement) as actors,
+                start_actors(config, label=path.name, placement=placement) as actors,
                 Shards(
                     config.embedding.shards,
                     label=path.name,
@@ -161,15 +179,9 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                 ) as shards,
                 watch(path.name, failures) as monitor,
             ):
-                for index, arm in enumerate(arms):
-                    if checkpoints.is_done(arm):
-                        one = Clicked(arm=arm, prediction=None, meter=ArmMeter(arm.name, sink=sink))
-                        one.best_auc = task.best_auc
-                        checkpoints.restore(one)
-                        trained.append(one)
-                        observer.on_arm(arm.name, index, len(arms), arm.num_steps)
-                        observer.on_arm_end(one.summary().as_dict() | one.numbers())
-                        continue
+                shards.on_warning = observer.on_warning
+
+                def begin(arm: CtrArm) -> tuple[CtrPipeline, Clicked]:
                     observer.on_phase(f"preparing {arm.name}")
                     pipeline = CtrPipeline(
                         actors, arm, shards=shards, epoch_s=epoch_s, failures=failures
@@ -181,15 +193,31 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                         monitor=monitor,
                         best_auc=task.best_auc,
                     )
-                    trained.append(one)
                     for text in pipeline.notes():
                         observer.on_warning(text)
                     pipeline.on_failure = lambda failure: _tell(observer, monitor, failure)
                     pipeline.on_replay = one.add_again
+                    pipeline.on_warning = observer.on_warning
+                    checkpoints.begin(pipeline, one)
+                    return pipeline, one
+
+                for index, arm in enumerate(arms):
+                    if checkpoints.is_done(arm):
+                        one = Clicked(arm=arm, prediction=None, meter=ArmMeter(arm.name, sink=sink))
+                        one.best_auc = task.best_auc
+                        checkpoints.restore(one)
+                        trained.append(one)
+                        observer.on_arm(arm.name, index, len(arms), arm.num_steps)
+                        observer.on_arm_end(one.summary().as_dict() | one.numbers())
+                        continue
+                    tell = partial(_tell, observer, monitor)
+                    pipeline, one = preparation(
+                        actors, arm, checkpoints, tell, epoch_s=epoch_s, failures=failures
+                    ).run(partial(begin, arm))
+                    trained.append(one)
                     observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                     monitor.on_arm(arm.name, index, len(arms), arm.num_steps, None)
                     start = checkpoints.starts.get(arm.name)
-                    checkpoints.begin(pipeline, one)
                     if start is not None and start.checkpoint is not None:
                         pipeline.load_shards(start.checkpoint)
                     elif config.embedding.rows is not None:
@@ -201,9 +229,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                     monitor.on_arm_end(one.summary())
                     observer.on_arm_end(one.summary().as_dict() | one.numbers())
         finally:
-            results = ctr_results(config, task, trained, failures)
-            if checkpoints.resumed:
-                results["resumed"] = dict(checkpoints.resumed)
+            results = ctr_results(config, task, trained, failures) | checkpoints.results()
             write_all(path, results, trained, observer)
     observer.on_end(results, path)
     return Outcome(
@@ -240,7 +266,7 @@ def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
             for event in row.events:
                 observer.on_phase(f"{one.arm.name}, step {row.step}: {event}")
             one.tau = max(one.tau, records[0].embedding.get("tau", 0))
-            one.client = dict(records[0].embedding)
+            one.note_client(records[0].embedding)
             one.totals = pipeline.shards.totals()
             scored = one.evaluations[-1:]
             held_out = [{"auc": auc, "log_loss": log_loss} for _, _, auc, log_loss in scored]
@@ -248,7 +274,7 @@ def train(pipeline: CtrPipeline, one: Clicked, observer: Observer) -> None:
             line["embedding"] = {**line.get("embedding", {}), **dict(*held_out)}
             observer.on_step(one.arm.name, line)
         observer.on_phase(f"{one.arm.name}: scoring the held-out samples")
-        one.client = pipeline.settle_embeddings()
+        one.note_client(pipeline.settle_embeddings())
         one.meter.ledger.add_late(pipeline.shards.settle())
         one.totals = pipeline.shards.totals()
         one.scores, seen = pipeline.score(last)

@@ -107,6 +107,7 @@ class DatasetSamples:
                 "dataset with stable ids, not a stream"
             )
         self._dataset = dataset
+        self.name = type(dataset).__name__
         self._may_pad = may_pad
         self.digest = digest if digest is not None else self._sampled_digest()
 
@@ -117,14 +118,17 @@ class DatasetSamples:
         pairs = [self._pair(index) for index in ids]
         inputs = [torch.as_tensor(pair[0]) for pair in pairs]
         targets = [torch.as_tensor(pair[1]) for pair in pairs]
-        if len({tuple(item.shape) for item in inputs}) == 1:
-            return Batch(inputs=torch.stack(inputs), targets=_stack(targets, IGNORE))
-        if not self._may_pad:
+        same_inputs = len({tuple(item.shape) for item in inputs}) == 1
+        same_targets = len({tuple(item.shape) for item in targets}) == 1
+        if not self._may_pad and not (same_inputs and same_targets):
             raise DataError(
-                f"samples {list(ids)} have different lengths, but the loss would count padding; "
+                f"{'targets of ' if same_inputs else ''}samples {list(ids)} have different "
+                "lengths, but the loss would count padding; "
                 "give it an attribute `count` (number of items from the targets) and let it skip "
                 f"targets of {IGNORE}, or make all samples equally long"
             )
+        if same_inputs:
+            return Batch(inputs=torch.stack(inputs), targets=_stack(targets, IGNORE))
         lengths = tuple(int(item.shape[0]) for item in inputs)
         return Batch(inputs=_stack(inputs, 0), targets=_stack(targets, IGNORE), lengths=lengths)
 

@@ -10,6 +10,7 @@ each core, a process that is well may be silent for ten times as long.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -26,6 +27,21 @@ DEVIATIONS = 10.0
 
 CEILING_STEPS = 10.0
 STRETCH = 2.0
+
+
+TRANSFER_S = 300.0
+TRANSFER_MARGIN = 4.0
+UNKNOWN_BPS = 10e6
+"""What a link is taken for that nobody has measured."""
+
+
+def transfer_s(nbytes: int, rate_bps: float = math.inf) -> float:
+    """How long those who live may take over so many bytes, where the slowest link has this rate.
+
+    Whoever is stopped or gone is missed by its pulse (`ray_pipe.pulse`) long before.
+    """
+    known_bps = rate_bps if math.isfinite(rate_bps) else UNKNOWN_BPS
+    return max(TRANSFER_S, TRANSFER_MARGIN * 8 * nbytes / known_bps)
 
 
 class Deadlines:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import measure_costs, predict, simulated_step_s
 from ray_pipe.planner.placement import Placement, place
 from ray_pipe.plans import Arm, arms_of
+from ray_pipe.preparing import Preparation, begins_after
 from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
@@ -79,7 +81,7 @@ def run(
     observer.on_phase("reading the data")
     work = workload or gpt_workload(config)
     work.check_ties(config.pipeline.stages)
-    check_corpus(config, work.num_train)
+    check_corpus(config, work.num_train, dataset=work.dataset)
     for text in check_repeat_visits(config, work.num_train):
         observer.on_warning(text)
     checkpoints = RunCheckpoints.find(
@@ -90,7 +92,7 @@ def run(
     )
 
     trained: list[Trained] = []
-    failures: list[Failure] = []
+    failures = checkpoints.failures
     epoch_s = time.time()
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
@@ -112,6 +114,20 @@ def run(
                 start_actors(config, label=path.name, placement=placement) as actors,
                 watch(path.name, failures) as monitor,
             ):
+
+                def tell(failure: Failure) -> None:
+                    observer.on_warning(str(failure))
+                    monitor.on_failures()
+
+                def begin(arm: Arm) -> tuple[Pipeline, Trained]:
+                    pipeline, one = prepare(
+                        actors, arm, observer, sink=sink, epoch_s=epoch_s, failures=failures
+                    )
+                    one.monitor = monitor
+                    pipeline.on_failure = tell
+                    checkpoints.begin(pipeline, one)
+                    return pipeline, one
+
                 for index, arm in enumerate(arms):
                     if checkpoints.is_done(arm):
                         one = Trained(arm=arm, prediction=None, meter=ArmMeter(arm.name, sink=sink))
@@ -120,15 +136,13 @@ def run(
                         observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                         observer.on_arm_end(one.summary().as_dict())
                         continue
-                    pipeline, one = prepare(
-                        actors, arm, observer, sink=sink, epoch_s=epoch_s, failures=failures
-                    )
-                    one.monitor = monitor
+                    pipeline, one = preparation(
+                        actors, arm, checkpoints, tell, epoch_s=epoch_s, failures=failures
+                    ).run(partial(begin, arm))
                     trained.append(one)
                     plan["predicted_step_s"] = _guess(arms, one)
                     observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                     monitor.on_arm(arm.name, index, len(arms), arm.num_steps, one.predicted_step_s)
-                    checkpoints.begin(pipeline, one)
                     train(pipeline, one, observer.on_step)
                     checkpoints.end_steps(pipeline, one)
                     if want_states and index == len(arms) - 1:
@@ -143,11 +157,8 @@ def run(
                     observer.on_arm_end(summary.as_dict())
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
-            results = results_of(config, summaries, trained, failures)
-            if checkpoints.resumed:
-                results["resumed"] = dict(checkpoints.resumed)
-            if checkpoints.lost:
-                results["lost_checkpoints"] = dict(checkpoints.lost)
+            results = results_of(config, summaries, trained, failures, own=workload)
+            results |= checkpoints.results()
             write_all(path, results, trained, observer)
     observer.on_end(results, path)
     return Outcome(
@@ -156,6 +167,27 @@ def run(
         summaries=summaries,
         states=trained[-1].states if trained else [],
         checkpoint=checkpoints.newest,
+    )
+
+
+def preparation(
+    actors: StageActors,
+    arm: Arm,
+    checkpoints: RunCheckpoints,
+    tell: Callable[[Failure], None],
+    *,
+    epoch_s: float,
+    failures: list[Failure],
+) -> Preparation:
+    """For the beginning of an arm, in which stages may be lost, too."""
+    return Preparation(
+        actors,
+        arm=arm.name,
+        max_failures=arm.config.faults.max_failures,
+        failures=failures,
+        epoch_s=epoch_s,
+        on_failure=tell,
+        begins_after=begins_after(checkpoints.starts.get(arm.name)),
     )
 
 
@@ -197,14 +229,11 @@ def prepare(
     one.on_warning = observer.on_warning
     one.sees_links = len(dict(homes)) == 1 or not arm.topology.is_unlimited
 
-    def on_failure(failure: Failure) -> None:
-        observer.on_warning(str(failure))
-        one.monitor.on_failures()
-
     if isinstance(pipeline, ReplicaPipeline):
         one.fleet = pipeline.book
         pipeline.on_event = observer.on_warning
-    pipeline.on_failure = on_failure
+    pipeline.on_failure = lambda failure: observer.on_warning(str(failure))
+    pipeline.on_warning = observer.on_warning
     pipeline.on_replay = one.add_again
     return pipeline, one
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -26,6 +27,12 @@ class DataError(ConfigError):
 
 class TrainingError(RayPipeError, RuntimeError):
     """The run started and could not go on."""
+
+    by_stage: Mapping[int, BaseException] = MappingProxyType({})
+    """Of calls to all stages: whose failed, and how, for whoever can replace them."""
+
+    doing: str = ""
+    """What those stages were at."""
 
 
 class ClusterError(TrainingError):

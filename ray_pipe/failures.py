@@ -12,6 +12,7 @@ from ray_pipe.errors import StageDied, TrainingError
 from ray_pipe.recovery import Failure, Kind
 from stages.ends import StageTimeout
 from stages.stage import StageAborted
+from stages.sync.strategy import SyncTimeout
 
 
 class Silent(RayError):
@@ -92,7 +93,7 @@ def _kind(error: BaseException) -> Kind:
     if isinstance(cause, Silent):
         return "hung"
     # An object that was lost was lost with somebody: who it was shows when all are asked.
-    if isinstance(cause, (StageTimeout, StageAborted, RayError)):
+    if isinstance(cause, (StageTimeout, SyncTimeout, StageAborted, RayError)):
         return "timeout"
     return "error"
 

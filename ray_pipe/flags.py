@@ -223,6 +223,8 @@ def build_config(args: argparse.Namespace) -> RunConfig:
     # A codec by --set is no wish for one arm where the same command line says what to compare.
     if "compare" in values and {"codec", "codec.name"} & given.keys():
         given.setdefault("compare", values["compare"])
+    if "compare" in given and "codec.name" in values and "codec" not in given:
+        given.setdefault("codec.name", values["codec.name"])  # nor the other way round
     # Nor does a topology by --set hide what the same command line says of the links.
     if "network.topology" in given:
         links = {key: value for key, value in values.items() if key.startswith("network.")}
@@ -282,7 +284,7 @@ def _help(dotted: str) -> str:
     )
     text = option_docs(kind).get(field.name, "")
     choices = option_types(kind)[field.name].choices
-    if choices and not any(choice in text for choice in choices):
+    if not all(choice in text for choice in choices):
         text = f"{text} One of {', '.join(choices)}."
     value = show_option(field, getattr(owner, field.name))[1]
     if (field.name == "name" and owner is config) or value is None or value is False:

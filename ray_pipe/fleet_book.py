@@ -110,9 +110,10 @@ class FleetBook:
             "skipped": sum(int(one.get("skipped", 0)) for one in numbers),
             "waited_s": {cause: s / len(numbers) for cause, s in waits.items()},
         }
-        for name in ("groups", "conflicts"):
-            if self.generator:
+        if self.generator:
+            for name in ("groups", "conflicts"):
                 found[name] = int(self.generator.get(name, 0))
+            found["orphaned"] = sum(int(one.get("orphaned", 0)) for one in numbers)
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,6 +128,7 @@ class FleetBook:
             "waited_s": dict(waits),
             "skipped": sum(int(n.get("skipped", 0)) for n in self.numbers.values()),
             "interrupted": sum(int(n.get("interrupted", 0)) for n in self.numbers.values()),
+            "orphaned": sum(int(n.get("orphaned", 0)) for n in self.numbers.values()),
             "generator": dict(self.generator),
             "fp32_bytes": dict(self.fp32_nbytes),
             "events": list(self.events),

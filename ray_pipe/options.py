@@ -32,6 +32,14 @@ class Unsaid(float):
     """
 
 
+class UnsaidText(str):
+    """The same for a word."""
+
+
+class UnsaidNames(tuple[str, ...]):
+    """The same for several."""
+
+
 def option(
     default: Any,
     *,
@@ -163,6 +171,8 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
         return "unlimited"
+    if isinstance(value, UnsaidText):
+        return str(value)
     return float(value) if isinstance(value, Unsaid) else value
 
 

@@ -11,10 +11,11 @@ asks for the records of the steps gets each of them once, in order, whatever hap
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,13 +25,14 @@ from ray.exceptions import RayError
 
 from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.cluster import StageActors
-from ray_pipe.deadlines import Deadlines
+from ray_pipe.deadlines import Deadlines, transfer_s
 from ray_pipe.errors import TrainingError
-from ray_pipe.failures import cause_of, name_failure, to_error
+from ray_pipe.failures import name_failure, to_error
 from ray_pipe.plans import Arm
 from ray_pipe.pulse import PULSE_S, Pulse
 from ray_pipe.recovery import Failure
-from ray_pipe.same_source import refuse_other_source
+from ray_pipe.same_source import other_hardware, refuse_other_source
+from ray_pipe.saving import Save
 from stages.crowding import crowding
 from stages.plan import StepPlan
 from stages.record import StepRecord
@@ -42,7 +44,6 @@ AHEAD = 2
 
 ABORT_TIMEOUT_S = 3.0
 PATIENCE_S = 60.0
-SAVE_PATIENCE_S = 600.0
 PATIENCE_DEADLINES = 20
 _generations = itertools.count(1)
 Records = list[StepRecord]
@@ -52,7 +53,7 @@ class Checkpoints(Protocol):
     """Where a pipeline finds saved states when a black box is lost."""
 
     def newest(self) -> int | None: ...
-    def load(self, step: int) -> list[Any]: ...
+    def load(self, step: int) -> list[bytes]: ...
     def refuse(self, why: str) -> None: ...
 
 
@@ -106,6 +107,10 @@ class Pipeline:
         self.on_replay: Callable[[Records], None] = lambda records: None
         """Told the records of a step that was run again; they equal those handed out before."""
 
+        self.on_warning: Callable[[str], None] = lambda text: None
+        self.hardware: set[tuple[tuple[str, ...], ...]] = set()
+        """Of all stages together, each one that the arm has computed on."""
+
         self.infos: list[dict[str, Any]] = []
         self.deadlines = self._deadlines()
         self.attempt = 0
@@ -127,7 +132,7 @@ class Pipeline:
         return {
             self.handles[index].setup.remote(
                 self.spec_of(index),
-                self._samples if index in (0, last) else None,
+                [self._samples] if index in (0, last) else None,  # see `lend`
                 self.transport,
                 reborn,
             ): index
@@ -147,10 +152,12 @@ class Pipeline:
         refuse_other_source(infos)
         for info, handle in zip(infos, self.handles, strict=True):
             info["actor"] = handle._actor_id.hex()
+        self.hardware.add(tuple(tuple(info["hardware"].values()) for info in infos))
 
     def notes(self) -> list[str]:
         """What the user should know about the stages."""
-        return [info["box_trouble"] for info in self.infos if info["box_trouble"]]
+        texts = [info["box_trouble"] for info in self.infos]
+        return [text for text in (*texts, other_hardware(self.infos)) if text]
 
     def expect(self, step_s: float) -> None:
         """A step will take about so long: waits are given time accordingly."""
@@ -256,13 +263,33 @@ class Pipeline:
     def _check_replay(self, step: int, records: Records) -> None:
         self.on_replay(records)
         before, again = self.losses.get(step), records[-1].loss
-        if step in self.losses and before != again:
+        if step not in self.losses or before == again or _are_nan(before, again):
+            return
+        text = (
+            f"step {step} was run again after a failure and gave the loss {again!r} instead of "
+            f"{before!r}"
+        )
+        why = self._excuse_bits()
+        if not why:
             raise TrainingError(
-                f"step {step} was run again after a failure and gave the loss {again!r} instead "
-                f"of {before!r}; something in the model is not the same twice (fresh random "
-                "numbers, a GPU kernel that adds in any order): set --max-failures 0 to forbid "
-                "replays"
+                f"{text}; something in the model is not the same twice (fresh random numbers): "
+                "set --max-failures 0 to forbid replays"
             )
+        self.losses[step] = again
+        mine = [i for i, one in enumerate(self.failures) if one.arm == self.arm.name]
+        if mine and not self.failures[mine[-1]].mismatch:
+            text = f"{text}: {why}"
+            self.failures[mine[-1]] = replace(self.failures[mine[-1]], mismatch=text)
+            self.on_warning(text)
+
+    def _excuse_bits(self) -> str:
+        """Why the same step may end in other bits here; empty where it may not."""
+        devices = {stage[0] for stages in self.hardware for stage in stages}
+        if devices - {"cpu"}:
+            return "kernels of a GPU may add in any order"
+        if len(self.hardware) > 1:
+            return "a stage has moved to a machine with another processor"
+        return ""
 
     # --- calls ----------------------------------------------------------------------------
 
@@ -289,10 +316,10 @@ class Pipeline:
     def load_states(self, states: Sequence[StageState]) -> None:
         """Make each stage what it was; between steps."""
         calls = {
-            handle.load_state.remote(np.frombuffer(state.to_bytes(), dtype=np.uint8)): index
+            handle.load_state.remote(lend(state.to_bytes())): index
             for index, (handle, state) in enumerate(zip(self.handles, states, strict=True))
         }
-        self.gather(calls, doing="loading its state")
+        self.gather(calls, doing="loading its state", patience_s=self.patience_s())
 
     def see(self, folder: str, name: str, token: bytes) -> bool:
         """Whether all stages see a file of the driver: then they write to that folder too."""
@@ -302,38 +329,39 @@ class Pipeline:
         }
         return all(self.gather(calls, doing="looking for the checkpoints' folder"))
 
-    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+    def start_save(self, key: str, step: int, folder: str | None) -> Save:
         """Have every stage copy its state after `step`, the one sent last, then write it beside
         the next ones; without a folder it sends its bytes."""
-        return {
-            handle.write_kept.remote(
-                handle.keep_state.remote(key, step), folder, stage_file(index)
-            ): index
-            for index, handle in enumerate(self.handles)
-        }
+        for handle in self.handles:
+            handle.keep_state.remote(key, step)
+        handles = dict(enumerate(self.handles))
+        return Save(
+            handles,
+            lambda index: handles[index].write_kept.remote(key, folder, self.file_of(index)),
+            patience_s=self.patience_s(),
+        )
 
     def file_of(self, index: int) -> str:
         """What a checkpoint calls the state of a stage."""
         return stage_file(index)
 
-    def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
-        """What each stage wrote, an exception for one that could not; None while some write."""
-        refs = sorted(calls, key=lambda ref: calls[ref])
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=SAVE_PATIENCE_S if wait else 0)
-        if len(ready) < len(refs) and not wait:
-            return None
-        results: list[Any] = []
-        for ref in refs:
-            try:
-                results.append(ray.get(ref, timeout=0))
-            except RayError as error:
-                results.append(cause_of(error))
-        return results
+    def patience_s(self) -> float:
+        """For those who live, with a state of all stages on its way."""
+        nbytes = 12 * sum(info["num_parameters"] for info in self.infos)  # weights and optimizer
+        return transfer_s(nbytes + self.specs[0].rows_nbytes, self.arm.topology.slowest_bps)
 
-    def gather(self, calls: dict[Any, int], *, doing: str, step: int = 0) -> list[Any]:
+    def gather(
+        self,
+        calls: dict[Any, int],
+        *,
+        doing: str,
+        step: int = 0,
+        watch: Collection[int] = (),
+        patience_s: float = 0.0,
+    ) -> list[Any]:
         """The results of one call to each stage, in stage order; raises the first failure."""
         try:
-            results = self.results(calls, doing)
+            results = self.results(calls, doing, watch=watch, patience_s=patience_s)
         except CallsFailed as failed:
             errors = failed.errors
             for handle in self.handles:
@@ -342,30 +370,46 @@ class Pipeline:
             for ref in ray.wait(left, num_returns=len(left), timeout=ABORT_TIMEOUT_S)[0]:
                 try:
                     ray.get(ref)
-                except RayError as error:
-                    errors[calls[ref]] = error
+                except RayError as also:
+                    errors[calls[ref]] = also
             failure = name_failure(errors, step=step, infos=self.infos, arm=self.arm.name)
-            raise to_error(failure, doing=doing) from failed
+            error = to_error(failure, doing=doing)
+            error.by_stage, error.doing = errors, doing
+            raise error from failed
         return [results[index] for index in sorted(results)]
 
-    def results(self, calls: dict[Any, int], doing: str) -> dict[int, Any]:
+    def pulse(self, doing: str) -> Pulse:
+        """For one wait for stages."""
+        return Pulse(
+            self.handles, self.infos, doing=doing, crowding=self.crowding, clock=time.monotonic
+        )
+
+    def results(
+        self,
+        calls: dict[Any, int],
+        doing: str,
+        *,
+        watch: Collection[int] = (),
+        patience_s: float = 0.0,
+    ) -> dict[int, Any]:
         """Results by stage. A stage that waits for another gives up by itself after its deadline,
         and one that gives no sign of life is seen by its pulse; the patience here is longer, for
-        a stage that lives and hangs in its own work."""
-        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * self.deadlines.value_s)
-        pulse = Pulse(self.handles, self.infos, doing=doing, crowding=self.crowding)
+        a stage that lives and hangs in its own work. `watch`: whom those who are called wait for.
+        """
+        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * self.deadlines.value_s, patience_s)
+        pulse = self.pulse(doing)
         results: dict[int, Any] = {}
         waiting = dict(calls)
         last = time.monotonic()
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=PULSE_S)
             if not ready:
-                lost = pulse.look(waiting.values())
+                lost = pulse.look({*waiting.values(), *watch})
                 if lost:
                     raise CallsFailed(dict(lost))
                 if time.monotonic() - last >= timeout_s:
                     names = sorted(waiting.values())
-                    raise CallsFailed({index: _Silence(names, timeout_s, doing) for index in names})
+                    raise CallsFailed({index: Silence(names, timeout_s, doing) for index in names})
                 continue
             last = time.monotonic()
             index = waiting.pop(ready[0])
@@ -376,7 +420,20 @@ class Pipeline:
         return results
 
 
-class _Silence(RayError):
+def _are_nan(*losses: float | None) -> bool:
+    return all(loss is not None and math.isnan(loss) for loss in losses)
+
+
+def lend(raw: bytes) -> list[Any]:
+    """A large argument of a call to an actor, which fetches it in the thread that needs it.
+
+    Ray holds back all later calls to an actor while an argument is on its way: over a slow link no
+    ping would be answered.
+    """
+    return [ray.put(np.frombuffer(raw, dtype=np.uint8))]
+
+
+class Silence(RayError):
     """Nobody answered for longer than any step takes."""
 
     def __init__(self, stages: list[int], timeout_s: float, doing: str) -> None:

@@ -8,6 +8,7 @@ Ids and dense features go to stage 0 (counted as `embedding`), labels to the las
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,9 @@ def letters(loaded: Sequence[Loaded], *, step: int, first: int, last: int) -> It
             yield Letter(target, kind, pack(header, packet))
 
 
+_log = logging.getLogger("ray_pipe")
+
+
 class Loader:
     """Sends micro-batches, in order, to the two stages that need them."""
 
@@ -58,6 +62,7 @@ class Loader:
         self, *, node: int, topology: Topology, handles: Sequence[Any], generation: int, seed: int
     ) -> None:
         self.troubles: list[str] = []
+        self._num_told = 0
         self._node, self._last = node, len(handles) - 1
         self._next = 0
         self._loop = LoopThread(name="loader", on_error=lambda e: self.troubles.append(repr(e)))
@@ -89,7 +94,10 @@ class Loader:
         self._links[letter.target].send(letter.frame, kind=letter.kind)
 
     def look(self) -> Sent:
-        """Bytes sent since the last look, by link and kind."""
+        """Bytes sent since the last look, by link and kind; warns of what went wrong since."""
+        for text in self.troubles[self._num_told :]:
+            _log.warning("[loader] %s", text)
+            self._num_told += 1
         sent = {link.name: dict(link.sent) for link in self._links.values()}
         fresh = {
             name: {

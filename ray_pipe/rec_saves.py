@@ -37,8 +37,9 @@ def save(pipeline: LoadedPipeline, emb: EmbeddingStage, folder: str | Path, *, s
         aside.write(token, [token.encode()])
         shared = pipeline.see(str(aside), token, token.encode())
         aside.remove_file(token)
-        calls = pipeline.start_save(token, steps - 1, str(aside) if shared else None)
-        results = pipeline.saved(calls, wait=True)
+        results = pipeline.start_save(token, steps - 1, str(aside) if shared else None).results(
+            wait=True
+        )
         assert results is not None
         notes: list[FileNote] = []
         for index, result in enumerate(results):
@@ -58,7 +59,7 @@ def save(pipeline: LoadedPipeline, emb: EmbeddingStage, folder: str | Path, *, s
             blocks={str(b): d for info in pipeline.infos for b, d in info["blocks"].items()},
             cuts=tuple((cut.start, cut.stop) for cut in cuts),
             files=tuple(notes),
-            code=code_version(),
+            code=code_version(pipeline.infos),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         CheckpointStore(place.parent).commit(place, aside, manifest)

@@ -11,7 +11,7 @@ step that every stage has, alive or in its box, is the last or the one before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 Kind = Literal["died", "hung", "timeout", "error"]
@@ -71,10 +71,20 @@ class Failure:
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the recovery by what they went to, see `PHASES`."""
 
+    mismatch: str = ""
+    """Where a step that was run again gave another loss, on hardware that allows it."""
+
     def as_dict(self) -> dict[str, Any]:
         """The entry of results.json."""
         lists = {"replaced": list(self.replaced), "spares": list(self.spares)}
         return {**asdict(self), **lists}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Failure:
+        """Of what `as_dict` gave, also after JSON, and of an earlier version."""
+        known = {one.name for one in fields(Failure)}
+        lists = {name: tuple(entry.get(name, ())) for name in ("replaced", "spares")}
+        return Failure(**{**{k: v for k, v in entry.items() if k in known}, **lists})
 
     def __str__(self) -> str:
         what = {

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_pipe.cluster import GUEST, StageActors
+from ray_pipe.cluster import GUEST, Look, StageActors, nobody_is_lost
 from ray_pipe.planner.placement import Placement
 from stages.sync.post import GENERATOR
 
@@ -63,7 +63,7 @@ class ReplicaActors(StageActors):
             replica=replica,
         )
 
-    def introduce(self, *, but: Collection[int] = ()) -> None:
+    def introduce(self, *, but: Collection[int] = (), look: Look = nobody_is_lost) -> None:
         """Tell every actor who its neighbours are, and who the same stage of other replicas is;
         returns when all have heard it. `but` are replicas that are dead."""
         calls = []
@@ -75,7 +75,7 @@ class ReplicaActors(StageActors):
                 handle.connect_fleet.remote(self.fleet_of(stage, alive))
                 for stage, handle in enumerate(own)
             ]
-        self._hear(dict.fromkeys(calls, GUEST))
+        self._hear(dict.fromkeys(calls, GUEST), look)
 
     def fleet_of(self, stage: int, alive: Collection[int]) -> dict[int, Any]:
         """Whom a stage may write to."""

@@ -11,18 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 
 from ray_pipe.failures import name_failure, to_error
 from ray_pipe.fleet_book import FleetBook
 from ray_pipe.joining import Joining
-from ray_pipe.pipeline import Item, Pipeline
+from ray_pipe.pipeline import Item, Pipeline, lend
 from ray_pipe.plans import Arm
+from ray_pipe.pulse import Pulse
 from ray_pipe.recovery import Failure, replica_verdict
 from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replica_plans import shares_work
+from ray_pipe.replica_watch import ReplicaWatch
 from stages.state import StageState
 from stages.sync.strategy import MemberEvent
 
@@ -88,6 +89,7 @@ class Members(Pipeline):
         self.joining: list[Joining] = []
         self._revive(actors)
         super().__init__(actors, arm, epoch_s=epoch_s, failures=failures)
+        self.watch = ReplicaWatch(self.handles, self._pulse, crowding=self.crowding)
         self._start_generator()
 
     @property
@@ -98,13 +100,16 @@ class Members(Pipeline):
     def alive(self) -> list[int]:
         return sorted(self.tracks)
 
+    def _pulse(self) -> Pulse:
+        return Pulse(self.handles, self.infos, doing="in a step", crowding=self.crowding)
+
     def set_up(self, stages: range | tuple[int, ...], *, reborn: bool = False) -> dict[Any, int]:
         """Calls that make these actors stages of this arm."""
         ends = (0, self.num_stages - 1)
         return {
             self.handles[index].setup.remote(
                 self.spec_of(index),
-                self._samples if index % self.num_stages in ends else None,
+                [self._samples] if index % self.num_stages in ends else None,
                 self.transport,
                 reborn,
             ): index
@@ -168,6 +173,7 @@ class Members(Pipeline):
         self.dead.add(replica)
         self.actors.dead.add(replica)
         self.actors.end(replica)
+        self.watch.changed()
         self.announce("dead", replica, 0)
 
     def announce(self, kind: Any, replica: int, since: int) -> list[Any]:
@@ -198,6 +204,7 @@ class Members(Pipeline):
         self.tracks[replica] = Track(index=replica, next_step=since, num_done=since, since=since)
         self.dead.discard(replica)
         self.actors.dead.discard(replica)
+        self.watch.changed()
         text = f"replica {replica} joined before step {since} with the state of replica {donor}"
         self.book.came(replica, since, text)
         self.on_event(text)
@@ -266,11 +273,10 @@ class Members(Pipeline):
                 continue
             found[replica] = state.step + 1
             place = replica * self.num_stages + position % self.num_stages
-            raw = np.frombuffer(state.to_bytes(), dtype=np.uint8)
-            calls[self.handles[place].load_state.remote(raw)] = place
+            calls[self.handles[place].load_state.remote(lend(state.to_bytes()))] = place
             if "strategy" in sync and self.fleet.sync.name != "ripples":
                 self.epoch = max(self.epoch, int(sync["strategy"]["epoch"]))
-        self.gather(calls, doing="loading its state")
+        self.gather(calls, doing="loading its state", patience_s=self.patience_s())
         for replica, step in found.items():
             track = self.tracks[replica]
             track.next_step = track.num_done = step

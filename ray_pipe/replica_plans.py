@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
 
 MIN_WARMUP = 4
+WITHOUT_BITS = ("fp32", "fp16", "bf16", "topk", "acsgd-topk")
 WORK_SHARING = ("ad-psgd",)
 """Strategies in which nobody waits for a slow replica, beside Ripples with its generator."""
 
@@ -79,6 +80,7 @@ def fleet_spec(config: RunConfig, codec: str, *, num_steps: int) -> FleetSpec | 
     if config.sync.replicas == 1:
         return None
     spec = sync_spec(config, codec, num_steps=num_steps)
+    refuse_what_never_happens(config, spec, num_steps=num_steps)
     return FleetSpec(
         sync=spec,
         members=tuple(range(config.sync.replicas)),
@@ -131,6 +133,13 @@ def check_sync(config: RunConfig) -> None:
                     f"{option} {given}: there is one replica and nobody to agree with; give "
                     "--replicas 2 or more."
                 )
+        for field in fields(sync):
+            value = getattr(sync, field.name)
+            if value != field.default:
+                raise ConfigError(
+                    f"sync.{field.name}={value}: there is one replica and nobody to agree with, "
+                    "so it would do nothing; leave it out, or give --replicas 2 or more."
+                )
         return
     if config.task != "text":
         raise ConfigError(
@@ -143,10 +152,12 @@ def check_sync(config: RunConfig) -> None:
             f"{sync.replicas} use --transport push."
         )
     _refuse_what_is_not_read(config)
-    _refuse_what_never_happens(config)
     try:
         for arm in config.arms:
-            check_spec(sync_spec(config, arm.name, num_steps=1), sync.replicas)
+            spec = sync_spec(config, arm.name, num_steps=config.steps or 1)
+            check_spec(spec, sync.replicas)
+            if config.steps is not None:  # else as many as the data has: see `fleet_spec`
+                refuse_what_never_happens(config, spec, num_steps=config.steps)
     except (SyncSpecError, GraphError) as error:
         raise ConfigError(f"--sync {sync.strategy}: {error}.") from None
     try:
@@ -162,6 +173,7 @@ def _refuse_what_is_not_read(config: RunConfig) -> None:
         return  # refused with its nearest name
     known = {name for names in OPTIONS.values() for name in names}
     usual = {field.name: field.default for field in fields(sync) if field.name in known}
+    usual_bits = type(sync)().bits
     for name in sorted(known - set(options_of(sync.strategy, sync.groups))):
         value = getattr(sync, name)
         if value != usual[name]:
@@ -174,6 +186,12 @@ def _refuse_what_is_not_read(config: RunConfig) -> None:
                 f"sync.{name}={value}: {what} has no such option and would ignore it; leave it "
                 f"out, or give --sync {' or '.join(readers)}."
             )
+    payloads = [sync_spec(config, arm.name, num_steps=1).codec.name for arm in config.arms]
+    if sync.bits != usual_bits and all(name.split("+")[0] in WITHOUT_BITS for name in payloads):
+        raise ConfigError(
+            f"sync.bits={sync.bits}: replicas send {' and '.join(sorted(set(payloads)))}, which "
+            "has no bits to choose; give --sync-codec directq, or leave it out."
+        )
     if sync.strategy == "quantized-adam" and config.optim.name != "adamw":
         raise ConfigError(
             f"optim.name={config.optim.name}: quantized-adam is an Adam of its own and would "
@@ -181,19 +199,18 @@ def _refuse_what_is_not_read(config: RunConfig) -> None:
         )
 
 
-def _refuse_what_never_happens(config: RunConfig) -> None:
-    """What would begin after the last step."""
-    sync, steps = config.sync, config.steps
-    if steps is None:
-        return  # as many as the data has
-    if sync.strategy == "quantized-adam" and (sync.warmup or 0) >= steps:
+def refuse_what_never_happens(config: RunConfig, spec: SyncSpec, *, num_steps: int) -> None:
+    """What would begin after the last step, whether it was given or is the default."""
+    given = config.sync
+    if spec.name == "quantized-adam" and spec.warmup >= num_steps:
+        whose = "" if given.warmup is not None else " (the default)"
         raise ConfigError(
-            f"sync.warmup={sync.warmup}: the run has {steps} steps, and all of them would be "
-            "exact; give about a tenth of the run, or leave it out."
+            f"sync.warmup={spec.warmup}{whose}: the run has {num_steps} steps, and all of them "
+            "would be exact; give about a tenth of the run, or more --steps."
         )
-    reads = "local_steps" in options_of(sync.strategy, sync.groups)
-    if reads and (sync.local_steps or 0) > steps:
+    if "local_steps" in options_of(spec.name, spec.groups) and spec.local_steps > num_steps:
+        whose = "" if given.local_steps is not None else " (the default)"
         raise ConfigError(
-            f"sync.local_steps={sync.local_steps}: the run has {steps} steps, and replicas would "
-            "never agree; give fewer local steps, or more --steps."
+            f"sync.local_steps={spec.local_steps}{whose}: the run has {num_steps} steps, and "
+            "replicas would never agree; give fewer local steps, or more --steps."
         )

@@ -100,6 +100,8 @@ def sentence(arm: Arm) -> str:
     facts.append(f"{fleet['skipped']} updates skipped")
     if fleet["interrupted"]:
         facts.append(f"{fleet['interrupted']} exchanges begun again")
+    if fleet.get("orphaned"):
+        facts.append(f"{fleet['orphaned']} steps without an answer of the Group Generator")
     waits = show_waits(fleet["waited_s"])
     if waits:
         facts.append(f"waited in all for {waits}")
@@ -152,6 +154,8 @@ def where_replicas_are(
     for name in ("groups", "conflicts"):
         if name in fleet:
             facts.append(f"{fleet[name]} {name if fleet[name] != 1 else name[:-1]}")
+    if fleet.get("orphaned"):
+        facts.append(f"{fleet['orphaned']} without an answer")
     if fleet["skipped"]:
         facts.append(f"{fleet['skipped']} skipped")
     waits = show_waits(fleet["waited_s"])

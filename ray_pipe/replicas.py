@@ -17,8 +17,11 @@ from ray.exceptions import RayError
 
 from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.pipeline import AHEAD, PATIENCE_DEADLINES, PATIENCE_S, Item
+from ray_pipe.pulse import PULSE_S
 from ray_pipe.replica_members import Members, Track
 from ray_pipe.replica_rows import RowsByStep, RowsByWork
+from ray_pipe.replica_watch import Standstill
+from ray_pipe.saving import Save
 from stages.plan import StepPlan
 from stages.record import StepRecord
 
@@ -162,22 +165,15 @@ class ReplicaPipeline(Members):
             for item in track.flight
             for ref, stage in item.calls.items()
         }
-        slow = max((one.factor for one in self.fleet.slow), default=1.0)
-        timeout_s = max(PATIENCE_S, PATIENCE_DEADLINES * slow * self.deadlines.value_s)
         coming = [ref for newcomer in self.joining for ref in newcomer.calls]
-        ready, _ = ray.wait([*owner, *coming], num_returns=1, timeout=timeout_s)
+        ready, _ = ray.wait([*owner, *coming], num_returns=1, timeout=PULSE_S)
         if ready and ready[0] not in owner:
             ready, _ = ray.wait(list(owner), num_returns=1, timeout=0.05) if owner else ([], [])
             self._tend()
-            if not ready:
-                return
         elif self.joining:
             self._tend()
         if not ready:
-            silent = min(self.tracks.values(), key=lambda track: track.num_done)
-            stage = next(iter(silent.flight[0].calls.values())) if silent.flight else 0
-            why = RayError(f"no step of any replica ended within {timeout_s:.0f} s")
-            self.lose(silent.index, {stage: why})
+            self._look()
             return
         track, item, stage = owner[ready[0]]
         try:
@@ -186,6 +182,7 @@ class ReplicaPipeline(Members):
             self.lose(track.index, {stage: error})
             return
         del item.calls[ready[0]]
+        self.watch.heard(track.index * self.num_stages + stage)
         if not item.calls:
             track.flight.remove(item)
             track.num_done = item.plan.step + 1
@@ -194,6 +191,34 @@ class ReplicaPipeline(Members):
             self._leave_if_done(track)
             if rows is not None:
                 rows.add(track.index, item.plan.step, records)
+        self._look()
+
+    def _look(self) -> None:
+        """Are those alive who owe a step?"""
+        slow = max((one.factor for one in self.fleet.slow), default=1.0)
+        patience_s = max(PATIENCE_S, PATIENCE_DEADLINES * slow * self.deadlines.value_s)
+        owing = {
+            track.index * self.num_stages + stage
+            for track in self.tracks.values()
+            for item in track.flight
+            for stage in item.calls.values()
+        }
+        try:
+            found = self.watch.look(owing, patience_s=patience_s)
+        except Standstill:
+            if not self.joining:
+                raise
+            for newcomer in self.joining:  # they may wait for it
+                newcomer.give_up(f"no step of the others ended within {patience_s:.0f} s")
+            self.joining = []
+            self.watch.changed()
+            return
+        lost: dict[int, dict[int, BaseException]] = {}
+        for place, error in found.items():
+            replica, stage = divmod(place, self.num_stages)
+            lost.setdefault(replica, {})[stage] = error
+        for replica, errors in lost.items():
+            self.lose(replica, errors)
 
     def _leave_if_idle(self, track: Track) -> None:
         """Of shared work: a replica without a step is not waited for at a group."""
@@ -206,14 +231,15 @@ class ReplicaPipeline(Members):
         if not self._by_work and track.num_done == self.arm.num_steps and not self.can_train_on:
             self.actors.of(track.index)[0].leave.remote()
 
-    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+    def start_save(self, key: str, step: int, folder: str | None) -> Save:
         """Have every stage copy its state after the step that its replica was sent last."""
-        return {
-            handle.write_kept.remote(
-                handle.keep_state.remote(key, track.next_step - 1),
-                folder,
-                stage_file(place * self.num_stages + stage),
-            ): place * self.num_stages + stage
-            for place, track in enumerate(self.tracks[index] for index in self.alive)
-            for stage, handle in enumerate(self.actors.of(track.index))
-        }
+        handles: dict[int, Any] = {}
+        for track in (self.tracks[index] for index in self.alive):
+            for handle in self.actors.of(track.index):
+                handle.keep_state.remote(key, track.next_step - 1)
+                handles[len(handles)] = handle
+        return Save(
+            handles,
+            lambda place: handles[place].write_kept.remote(key, folder, stage_file(place)),
+            patience_s=self.patience_s(),
+        )

@@ -57,7 +57,13 @@ def render_report(
     clicks = "clicks" in results
     name = str(results.get("name") or "run")
     body = [
-        tag("p", tag("b", "ray_pipe"), " · ", _subtitle(name, config), class_="kicker"),
+        tag(
+            "p",
+            tag("b", "ray_pipe"),
+            " · ",
+            _subtitle(name, config, results.get("own")),
+            class_="kicker",
+        ),
         tag("h1", report_clicks.headline(results) if clicks else headline(arms)),
         report_clicks.cards(results) if clicks else _cards(arms, hero),
         report_clicks.clicks_body(results)
@@ -189,9 +195,11 @@ def _bytes_ratio(base: Arm, own: Arm) -> float | None:
     return theirs / ours if theirs and ours else None
 
 
-def _subtitle(name: str, config: Mapping[str, Any]) -> Markup:
-    """The few settings that decide the result, where the config has them."""
+def _subtitle(name: str, config: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Markup:
+    """The few settings that decide the result, where the config has them; a user's `own` model."""
     flat = sections.flatten(config)
+    if own:
+        flat["model.name"] = f"{own.get('model')} on {own.get('dataset')}"
     facts = [name]
     for ending, text in (
         ("model.name", "{}"),

@@ -76,10 +76,10 @@ def clicks_section(results: Mapping[str, Any]) -> Markup:
         ("shards’ processes", "resident_bytes", size),
         ("bound (tau)", "tau", lambda value: MISSING if value is None else str(value)),
         ("oldest row", "staleness_max", lambda value: MISSING if value is None else str(value)),
-        ("lost pushes", "lost_pushes", lambda value: MISSING if value is None else str(value)),
     ]
-    if not any(arm.get("lost_pushes") for arm in arms):
-        columns.pop()
+    for name, key in (("lost pushes", "lost_pushes"), ("unsent pushes", "unsent_pushes")):
+        if any(arm.get(key) for arm in arms):
+            columns.append((name, key, lambda value: MISSING if value is None else str(value)))
     head = tag("tr", *(tag("th", name, scope="col") for name in ("arm", *(c[0] for c in columns))))
     lines = [
         tag(

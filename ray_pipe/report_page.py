@@ -79,9 +79,9 @@ svg .reached{stroke:var(--card);stroke-width:1.5}
 svg .track{fill:var(--track)}
 svg .cross{stroke:var(--muted);stroke-width:1}
 .scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
+table{border-collapse:collapse;width:100%;font-size:.88rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--muted);font-size:.84rem;padding-bottom:6px}
-th,td{padding:7px 8px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+th,td{padding:7px 6px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 thead th{color:var(--muted);font-weight:600;font-size:.8rem;
 vertical-align:bottom;white-space:normal}
 th:first-child{text-align:left}

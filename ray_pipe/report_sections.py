@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray_pipe import report_gantt
+from ray_pipe.arms import REFERENCE
 from ray_pipe.ledger import link_table
 from ray_pipe.metrics import StepRow
 from ray_pipe.report_charts import Bar, bar_chart, legend
@@ -54,11 +55,12 @@ def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
         ("wall time", "wall_s", seconds),
         ("steps", "steps", lambda value: f"{value:,}" if value is not None else MISSING),
     ]
+    compared = len(arms) > 1 and any(arm["name"] == REFERENCE for arm in arms)
     shown = [
         column
         for column in columns
         if any(arm.get(column[1]) is not None for arm in arms)
-        and (len(arms) > 1 or column[1] not in _COMPARISONS)
+        and (compared or column[1] not in _COMPARISONS)
     ]
     head = tag("tr", *(tag("th", c[0], scope="col") for c in [("arm", "", None), *shown]))
     lines = [
@@ -126,7 +128,8 @@ def time_section(arms: Sequence[Arm]) -> Markup:
         bar_chart(bars, title="Mean seconds of a step by stage: compute, encode, wire and bubble"),
         numbers(table(("stage", *SHARES, "per step"), rows, caption="Share of each stage’s time")),
         explain="Seconds of a mean step. Each moment counts once: compute; else encode or decode; "
-        "else wire, when a link into the stage was busy; else bubble (fill, drain, sync).",
+        "else wire, when a frame was on its way to the stage, latency included, or to any stage "
+        "while none worked; else bubble (fill, drain, sync).",
     )
 
 
@@ -278,6 +281,7 @@ def run_section(results: Mapping[str, Any]) -> Markup:
         tag("div", tag("h3", title), table((), pairs, caption="", class_="settings"))
         for title, values in (
             ("Environment", environment),
+            ("Own model and data", results.get("own") or {}),
             ("Config", results.get("config") or {}),
         )
         if (pairs := [(key, _plain(key, value)) for key, value in flatten(values).items()])
@@ -299,14 +303,22 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _chosen_step(steps: Mapping[str, Sequence[StepRecord]], name: str) -> list[StepRecord]:
-    """The last step that every arm has, or else the arm's own last: alike compares with alike."""
+    """The last whole step that every arm has, or else the arm's own: alike compares with alike.
+
+    The last step of an epoch may have fewer micro-batches than the others.
+    """
     own = [record for record in steps.get(name, ()) if record.spans]
     if not own:
         return []
     common = set.intersection(
         *({r.step for r in records if r.spans} for records in steps.values() if records)
     )
-    step = max(common) if common else max(record.step for record in own)
+    size: dict[int, int] = {}
+    for record in own:
+        if not common or record.step in common:
+            last = max(span.micro_batch for span in record.spans)
+            size[record.step] = max(last, size.get(record.step, -1))
+    step = max(size, key=lambda step: (size[step], step))
     return [record for record in own if record.step == step]
 
 

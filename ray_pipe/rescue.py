@@ -25,12 +25,11 @@ from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.cluster import GUEST, NotIntroduced
 from ray_pipe.failures import cause_of, is_death, is_out_of_reach, name_failure, to_error
 from ray_pipe.hearing import Hearing
+from ray_pipe.pulse import PULSE_S
 from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
 
 if TYPE_CHECKING:
     from ray_pipe.pipeline import Item, Pipeline
-
-RESTORE_S = 300.0
 
 
 @dataclass(kw_only=True)
@@ -188,9 +187,14 @@ class Rescue:
         is one of the others who is lost, the nodes of the new ones are well, and so are the boxes
         that lie on them."""
         pipeline, actors = self.pipeline, self.pipeline.actors
+        pulse = pipeline.pulse("hearing who the others are")
+
+        def look(waiting: Collection[int]) -> Mapping[int, RayError]:
+            return pulse.look({*waiting} - self.new - {GUEST})  # a new process may take its time
+
         for is_last in (False, True):
             try:
-                actors.introduce()
+                actors.introduce(look=look)
             except NotIntroduced as error:
                 stages = {i: why for i, why in error.errors.items() if i != GUEST}
                 others = {i: why for i, why in stages.items() if i not in self.new}
@@ -221,6 +225,8 @@ class Rescue:
 
     def _restore(self, statuses: list[Status]) -> Decision:
         """Everybody to the newest common step; a box that turns out damaged is done without."""
+        from ray_pipe.pipeline import lend
+
         pipeline, saves = self.pipeline, self.pipeline.checkpoints
         while True:
             newest = None if saves is None else saves.newest()
@@ -229,10 +235,11 @@ class Rescue:
                 self._get(pipeline.set_up(range(len(pipeline.handles))))
                 return decision
             saved: list[Any] = [None] * len(statuses)
+            patience_s = pipeline.patience_s()
             if "checkpoint" in decision.sources:
                 assert saves is not None
                 try:
-                    saved = saves.load(decision.step)
+                    saved = [lend(raw) for raw in saves.load(decision.step)]
                 except CheckpointError as error:
                     saves.refuse(str(error))
                     continue
@@ -242,7 +249,7 @@ class Rescue:
                 handle.restore.remote(decision.step, own): i
                 for i, (handle, own) in enumerate(zip(pipeline.handles, saved, strict=True))
             }
-            damaged = _failed(calls)
+            damaged = self._failed(calls, patience_s)
             if not damaged:
                 return decision
             if "checkpoint" in decision.sources:
@@ -251,6 +258,30 @@ class Rescue:
                 continue
             for index in damaged:
                 statuses[index] = Status(index=index, live=None)
+
+    def _failed(self, calls: dict[Any, int], patience_s: float) -> dict[int, RayError]:
+        """Errors by stage, of a stage's own work; who is lost meanwhile begins the rescue anew."""
+        pulse = self.pipeline.pulse("going back")
+        until_s = time.monotonic() + patience_s
+        waiting, errors = dict(calls), {}
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=PULSE_S)
+            if not ready:
+                lost = pulse.look(waiting.values())
+                if not lost and time.monotonic() >= until_s:
+                    late = GetTimeoutError(f"it did not come back within {patience_s:.0f} s")
+                    lost = dict.fromkeys(waiting.values(), late)
+                if lost:
+                    raise Interrupted(lost)
+                continue
+            index = waiting.pop(ready[0])
+            try:
+                ray.get(ready[0])
+            except RayError as error:
+                if is_death(error):
+                    raise Interrupted({index: error}) from error
+                errors[index] = error
+        return errors
 
     def _get(self, calls: dict[Any, int]) -> dict[int, Any]:
         """Results by stage; who is lost meanwhile begins the rescue anew."""
@@ -282,19 +313,3 @@ class Rescue:
         pipeline.queue.clear()
         pipeline.queue.extend([*replays, *kept])
         return len(replays)
-
-
-def _failed(calls: dict[Any, int]) -> dict[int, RayError]:
-    """Errors by stage, of a stage's own work; the death of one ends the rescue."""
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=RESTORE_S)
-    if late:
-        raise GetTimeoutError(f"stages {sorted(calls[ref] for ref in late)} do not come back")
-    errors: dict[int, RayError] = {}
-    for ref in ready:
-        try:
-            ray.get(ref)
-        except RayError as error:
-            if is_death(error):
-                raise
-            errors[calls[ref]] = error
-    return errors

@@ -21,6 +21,7 @@ from ray_pipe.report import write_report
 from ray_pipe.report_figure import write_loss_figure
 from ray_pipe.timeline import write_trace
 from ray_pipe.trained import Trained
+from ray_pipe.workload import Workload
 from stages.rehearsal import StageCosts
 
 RESULTS_SCHEMA = 1
@@ -31,8 +32,9 @@ def results_of(
     summaries: Sequence[ArmSummary],
     trained: Sequence[Trained],
     failures: Sequence[Failure] = (),
+    own: Workload | None = None,
 ) -> dict[str, Any]:
-    """The object of results.json."""
+    """The object of results.json. `own` is a user's model and dataset; the settings' are unused."""
     by_name = {one.arm.name: one for one in trained}
     arms = []
     for summary in summaries:
@@ -48,17 +50,36 @@ def results_of(
         if (reason := by_name[summary.name].not_predicted) is not None:
             arm["not_predicted"] = reason
         arms.append(arm)
-    return {
+    settings = replace(config, checkpoint=replace(config.checkpoint, resume=None)).to_dict()
+    results: dict[str, Any] = {
         "schema": RESULTS_SCHEMA,
         "name": config.name,
-        "config": replace(config, checkpoint=replace(config.checkpoint, resume=None)).to_dict(),
+        "config": settings,
         "native": kernels.core() == "native",
         "arms": arms,
         "limits": limits_of(trained),
         "failures": [failure.as_dict() for failure in failures],
         "environment": environment(),
-        "command": shlex.join(["python", "-m", "ray_pipe.run", *sys.argv[1:]]),
     }
+    if own is not None:
+        del settings["model"], settings["data"]
+        results["own"] = {
+            "model": own.name,
+            "num_blocks": own.num_blocks,
+            "dataset": own.dataset,
+            "num_samples": len(own.samples),
+        }
+    if (command := command_of(sys.argv)) is not None:
+        results["command"] = command
+    return results
+
+
+def command_of(argv: Sequence[str]) -> str | None:
+    """What to type to do it again; None where no command of ours started the run."""
+    started = Path(argv[0]) if argv else Path()
+    if started.name == "ray-pipe" or started.parts[-2:] == ("ray_pipe", "run.py"):
+        return shlex.join(["python", "-m", "ray_pipe.run", *argv[1:]])
+    return None
 
 
 def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
@@ -93,7 +114,8 @@ def write_all(
 ) -> None:
     """Everything that a run leaves in its folder; the numbers first, pictures if they can be.
 
-    A full disk is a `TrainingError`, or a warning where the run has failed already.
+    A full disk is a `TrainingError`, or a warning where the run has failed already. Of a run that
+    was stopped or has failed the folder is told here: nobody will show its results.
     """
     has_failed = sys.exception() is not None
     aside = path / "results.json.part"
@@ -111,6 +133,8 @@ def write_all(
             raise TrainingError(text) from error
         observer.on_warning(text)
         return
+    if has_failed:
+        observer.on_note(f"what was done until then is in {path}")
     rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
     records = {one.arm.name: one.records for one in trained if one.records}
     if not records:

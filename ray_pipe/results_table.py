@@ -85,6 +85,8 @@ def _columns(results: Mapping[str, Any]) -> tuple[tuple[str, Callable[[Arm], str
 def results_table(results: Mapping[str, Any], *, wide: bool) -> Table:
     """The arms; as rows where there is room, else as columns."""
     arms = list(results.get("arms", ()))
+    if all(arm.get("name") != REFERENCE for arm in arms):
+        arms = [{**arm, "speedup": None} for arm in arms]  # results.json has 1.0, over nothing
     columns = _columns(results)
     best = None if "clicks" in results else _best(arms)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
@@ -118,8 +120,14 @@ def verdict(results: Mapping[str, Any]) -> str:
     others = [arm for arm in arms if arm.get("name") != REFERENCE]
     if not arms:
         return "No arm came to a final loss, so there is nothing to compare."
-    if len(arms) == len(others) or not others:
+    if len(arms) == 1:
         return "One arm tells nothing about gain: --compare fp32,directq,acsgd puts them together."
+    if len(arms) == len(others):
+        names = ",".join(str(arm.get("name", "?")) for arm in others)
+        return (
+            f"There is no {REFERENCE} arm with a final loss to compare with, so what compression "
+            f"gains is not known: --compare {REFERENCE},{names} adds one."
+        )
     best = _best(arms)
     fastest = max(others, key=lambda arm: number(arm.get("speedup")) or 0.0)
     where = _where(results)

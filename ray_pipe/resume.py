@@ -148,7 +148,18 @@ def load(pipeline: Loads, start: Start, arm: Arm) -> list[str]:
     _refuse_other_model(pipeline, start.checkpoint)
     states, notes = states_for(arm, start.checkpoint)
     pipeline.load_states(states)
-    return notes
+    return [*notes, *_other_hardware(pipeline, start.checkpoint)]
+
+
+def _other_hardware(pipeline: Loads, checkpoint: Checkpoint) -> list[str]:
+    before = checkpoint.manifest.code.get("hardware")
+    now = code_version(pipeline.infos).get("hardware")
+    if before == now or before is None or now is None:
+        return []
+    return [
+        f"{checkpoint.path} was trained on {before}, this run computes on {now}: the last bits may "
+        "differ."
+    ]
 
 
 def states_for(arm: Arm, checkpoint: Checkpoint) -> tuple[list[StageState], list[str]]:

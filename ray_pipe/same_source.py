@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray_pipe.cluster import nodes
@@ -55,6 +55,26 @@ def refuse_other_source(infos: Sequence[dict[str, Any]]) -> None:
                 f"{_who(strangers, name, what)} run {trouble.format(own=own)}; "
                 f"{way_out.format(own=own)}"
             )
+
+
+def other_hardware(infos: Sequence[dict[str, Any]]) -> str:
+    """What to tell of stages that compute on unlike processors; empty if all are alike."""
+    kinds: dict[str, list[int]] = {}
+    for index, info in enumerate(infos):
+        kinds.setdefault(kind_of(info["hardware"]), []).append(index)
+    if len(kinds) < 2:
+        return ""
+    listed = "; ".join(f"{kind}: stage {', '.join(map(str, own))}" for kind, own in kinds.items())
+    return (
+        f"stages compute on unlike processors ({listed}): a stage that has to move to another kind "
+        "may go on in other last bits; ATEN_CPU_CAPABILITY=avx2 on every node makes torch's own "
+        "kernels alike"
+    )
+
+
+def kind_of(hardware: Mapping[str, str]) -> str:
+    """`cpu AVX512`: what kernels are chosen by."""
+    return f"{hardware['device']} {hardware['capability']}"
 
 
 def _who(infos: dict[int, dict[str, Any]], name: str, what: str) -> str:

@@ -42,6 +42,9 @@ def saved_settings(
     network = settings.get("network") or {}
     if network.get("topology"):  # older runs wrote the defaults of links beside it
         settings["network"] = {key: network[key] for key in network if key not in LINK_OPTIONS}
+    codec, arms = settings.get("codec") or {}, settings.get("compare")
+    if arms and codec.get("name") not in arms:  # older runs wrote the default's name there
+        settings["codec"] = {key: codec[key] for key in codec if key != "name"}
     if store.folder.is_local and store.folder.name == "checkpoints" and not checkpoint.get("dir"):
         run = store.folder.parent
         if os.path.abspath(f"{settings['out']}/{settings['name']}") != str(run):

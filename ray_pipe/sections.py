@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ray_pipe.codec_names import backward_codec, canonical_codec, has_memory
 from ray_pipe.errors import ConfigError, listed, nearest
 from ray_pipe.models.sizes import SIZES, ModelSize
-from ray_pipe.options import Unsaid, check_section, option
+from ray_pipe.options import Unsaid, UnsaidText, check_section, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class PipelineConfig:
 class CodecConfig:
     """How activations and gradients are written on the wire."""
 
-    name: str = "acsgd"
+    name: str = UnsaidText("acsgd")
     """acsgd, directq, fp32, fp16, bf16, topk, reference, acsgd-topk or acsgd-reference; +ef (error
     feedback, not with acsgd) and +zstd may follow."""
 
@@ -187,7 +187,8 @@ class CodecConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="codec.")
-        object.__setattr__(self, "name", canonical_codec(self.name))
+        if self.is_said:
+            object.__setattr__(self, "name", canonical_codec(self.name))
         if self.first_visit_bits not in (*range(1, 9), 32):
             raise ConfigError(
                 f"codec.first_visit_bits is {self.first_visit_bits}; it must be 1 to 8, "
@@ -206,6 +207,11 @@ class CodecConfig:
                     f"codec.{label} is 1, but the {grid} grid needs at least 2 bits to converge; "
                     f"use codec.{label}=2, or codec.grid=signed with acsgd or directq."
                 )
+
+    @property
+    def is_said(self) -> bool:
+        """Whether somebody asked for the codec by its name, even if it is the default's."""
+        return not isinstance(self.name, UnsaidText)
 
     @property
     def has_memory(self) -> bool:
@@ -279,7 +285,11 @@ class CheckpointConfig:
     """What is saved on the way, and where a run goes on."""
 
     every: int | None = option(None, low=1)
-    """Save everything after every so many steps and at the end of each arm; empty: never."""
+    """Save everything after every so many steps and at the end of each arm; empty: by time."""
+
+    automatic_s: float = option(300.0, low=0.0, below=math.inf, unit="duration")
+    """Without `every`: save when so much time has passed, and from then on at the end of each arm;
+    a shorter run saves nothing. One checkpoint of each arm is kept. 0: never."""
 
     keep: int = option(3, low=1)
     """Checkpoints of each arm that are kept; the oldest goes once a new one was verified."""

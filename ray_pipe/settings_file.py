@@ -76,7 +76,8 @@ def merge_layers(run: type, layers: Iterable[tuple[Labels, Mapping[str, Any]]]) 
 
     A layer that gives `steps` takes `epochs` of earlier ones away, and the other way round; one
     that gives a topology takes the bandwidth, latency, jitter and loss of earlier ones; one that
-    gives a codec's name and no `compare` asks for that codec alone.
+    gives a codec's name and no `compare` asks for that codec alone; one that gives `compare` and no
+    codec's name takes away an earlier one that is not in it.
     """
     merged: dict[str, Any] = {}
     for labels, values in layers:
@@ -96,6 +97,9 @@ def merge_layers(run: type, layers: Iterable[tuple[Labels, Mapping[str, Any]]]) 
                 merged.pop(f"network.{name}", None)
         if "codec.name" in layer and "compare" not in layer:
             merged["compare"] = ()
+        arms = layer.get("compare")
+        if arms and merged.get("codec.name") not in arms:
+            merged.pop("codec.name", None)
         merged.update(layer)
     return merged
 

@@ -11,6 +11,7 @@ one had served are lost, and counted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -33,6 +34,8 @@ from ray_pipe.same_source import refuse_other_source
 from ray_pipe.shard_pulse import Lost, Pulse
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard_actor import ShardPlace, remote_shard
+
+_log = logging.getLogger("ray_pipe")
 
 WATCH_S = 0.5
 _WORDS = {"died": "died", "hung": "did not answer"}
@@ -64,6 +67,9 @@ class ShardTotals:
     staleness: Counter[int] = field(default_factory=Counter)
     dropped_rows: int = 0
     lost_pushes: int = 0
+    unsent_pushes: int = 0
+    """Parts of steps that the dense net had made when its first stage died with their gradients."""
+
     refused_pushes: int = 0
     replayed: int = 0
     """Parts of steps that were run again after a dense failure, and were not applied again."""
@@ -107,6 +113,10 @@ class Shards:
         self.rows_from: Callable[[Any], Sequence[Any]] = lambda shard: ()
         """What a new process begins with: the shards of the last checkpoint, as bytes or paths."""
 
+        self.on_warning: Callable[[str], None] = _log.warning
+        """Told what went wrong in a shard beside its answers."""
+
+        self._num_told: dict[int, int] = {}
         self._spec: EmbeddingSpec | None = None
         self._places: list[ShardPlace] = []
         self._infos: list[Any] = []
@@ -147,6 +157,7 @@ class Shards:
         with self._lock:
             self._spec, self._counted, self._gone = spec, {}, []
             self._touch_base = 0
+            self.rows_from = lambda shard: ()  # not those of the arm before
             self._places = [
                 ShardPlace(
                     index=index,
@@ -235,8 +246,15 @@ class Shards:
             return not is_death(error) or not self._await_new(index, handle)
         with self._lock:
             if self.handles[index] is handle:
-                self._books[index] = books
+                self._heed(index, books)
         return True
+
+    def _heed(self, index: int, books: dict[str, Any]) -> None:
+        self._books[index] = books
+        troubles = books.get("troubles", [])
+        for text in troubles[self._num_told.get(index, 0) :]:
+            self.on_warning(f"embedding shard {index}, step {self.step}: {text}")
+        self._num_told[index] = len(troubles)
 
     def _await_new(self, index: int, old: Any) -> bool:
         """Whether the watch has put a new process in the place of one that died."""
@@ -264,6 +282,7 @@ class Shards:
                 total.staleness.update(books["staleness_histogram"])
                 total.dropped_rows += books["dropped_rows"]
                 total.lost_pushes += books["lost_pushes"]
+                total.unsent_pushes += books["unsent_pushes"]
                 total.refused_pushes += books["refused_pushes"]
                 total.replayed += books["replayed"]
                 total.evictions += books["evictions"]
@@ -272,7 +291,7 @@ class Shards:
 
     def _note(self, index: int, ref: Any) -> None:
         with contextlib.suppress(RayError):  # the watch sees to it
-            self._books[index] = ray.get(ref, timeout=SETTLE_S)
+            self._heed(index, ray.get(ref, timeout=SETTLE_S))
 
     def _fresh(self) -> Sent:
         sent: Sent = {}
@@ -361,6 +380,7 @@ class Shards:
                 )
                 num_rows, _ = ray.get(call, timeout=FILL_S)
             self.handles[index] = handle
+            self._num_told.pop(index, None)
             self._infos[index], self._filled[index] = info, num_rows
             self._pulse.born(index)
             self._gone.append(self._books[index])

@@ -4,7 +4,9 @@ Each moment of a stage's window belongs to exactly one of the four, and they add
 
 - compute: forward, backward or update was running;
 - encode: otherwise, a packet was being encoded or decoded (hidden behind compute it is free);
-- wire: otherwise, a link into the stage was busy, so the stage was waiting for the network;
+- wire: otherwise, a frame was on its way to the stage, or one was on its way to another while no
+  stage of the pipeline worked: the stage, or all of them, waited for the network. A frame is on its
+  way from its first byte until it has arrived: a link's latency counts, however fast the link;
 - bubble: the rest. The pipeline's fill and drain, syncs, and waiting for the driver.
 
 A stage's window runs from the end of its last step to the end of this one: no time is lost between.
@@ -51,20 +53,13 @@ def stage_times(records: Sequence[StepRecord], *, starts: dict[int, float]) -> l
     if not any(record.spans for record in records):
         return []
     arriving = _arriving(records)
+    halted = _halted(records, arriving)
     times = []
     for record in records:
         start, end = starts.get(record.stage, record.start_s), record.end_s
-        compute = _clip(
-            ((span.start_s, span.end_s) for span in record.spans if span.lane in _COMPUTE_LANES),
-            start,
-            end,
-        )
-        codec = _clip(
-            ((span.start_s, span.end_s) for span in record.spans if span.lane in _CODEC_LANES),
-            start,
-            end,
-        )
-        wire = _clip(arriving.get(record.stage, ()), start, end)
+        compute = _clip(_work(record, _COMPUTE_LANES), start, end)
+        codec = _clip(_work(record, _CODEC_LANES), start, end)
+        wire = _clip([*arriving.get(record.stage, ()), *halted[record.replica]], start, end)
         worked = union([*compute, *codec])
         touched = union([*worked, *wire])
         window = max(end - start, 0.0)
@@ -114,8 +109,41 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def _work(record: StepRecord, lanes: frozenset[str]) -> list[Interval]:
+    return [(span.start_s, span.end_s) for span in record.spans if span.lane in lanes]
+
+
+def _halted(
+    records: Sequence[StepRecord], arriving: dict[int, list[Interval]]
+) -> dict[int, list[Interval]]:
+    """By replica: when frames were on their way to its stages and none of those worked."""
+    halted = {}
+    for replica in {record.replica for record in records}:
+        own = [record for record in records if record.replica == replica]
+        flying = union(one for record in own for one in arriving.get(record.stage, ()))
+        work = union(one for r in own for one in _work(r, _COMPUTE_LANES | _CODEC_LANES))
+        halted[replica] = _without(flying, work)
+    return halted
+
+
+def _without(disjoint: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """The moments of `disjoint` that are not in `taken`; both are in order."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in disjoint:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
+        for a, b in taken[first:]:
+            if a >= end:
+                break
+            left.append((start, a))
+            start = max(start, b)
+        left.append((start, end))
+    return [(a, b) for a, b in left if b > a]
+
+
 def _arriving(records: Sequence[StepRecord]) -> dict[int, list[Interval]]:
-    """When a link into each stage was busy. The sender records the span; its name says to whom."""
+    """When frames were on their way to each stage. The sender records them; the name says whose."""
     busy: dict[int, list[Interval]] = {}
     for record in records:
         for span in record.spans:
@@ -123,7 +151,8 @@ def _arriving(records: Sequence[StepRecord]) -> dict[int, list[Interval]]:
                 continue
             _, _, target = link_of(span.name).partition("->")
             if target.isdigit():
-                busy.setdefault(int(target), []).append((span.start_s, span.end_s))
+                there_s = span.end_s if span.arrive_s is None else span.arrive_s
+                busy.setdefault(int(target), []).append((span.start_s, there_s))
     return busy
 
 

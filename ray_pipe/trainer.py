@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ray_pipe.checkpoint_files import Checkpoint
+from ray_pipe.checkpoint_files import Checkpoint, locate
 from ray_pipe.config import RunConfig
 from ray_pipe.data import DatasetSamples
 from ray_pipe.driver import Outcome, run
@@ -64,11 +64,26 @@ class Result:
     """Weights of the last arm for `nn.Sequential(*blocks).load_state_dict(...)`."""
 
     checkpoint: Checkpoint | None = None
-    """The newest of the last arm, if `config.checkpoint.every` asked for any; has a `path`."""
+    """The newest of the last arm, if `config.checkpoint` led to any; has a `path`."""
 
     error: Exception | None = None
     """Set if the state after the last step should have been saved and could not: a
     `CheckpointsLost`. What else fails is raised."""
+
+    @property
+    def best_checkpoints(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
+        """Those of the last arm that were kept, oldest first, with the numbers of their steps:
+        `step` (how many were done), `loss`, `wall_s`. The last one is `checkpoint`."""
+        if self.checkpoint is None:
+            return []
+        newest = self.checkpoint.manifest
+        numbers = {step + 1: (wall_s, loss) for wall_s, step, loss in self.metrics["losses"]}
+        found = []
+        for one in locate(self.checkpoint.path)[0].checkpoints(newest.arm):
+            if one.manifest.serial <= newest.serial and one.step in numbers:
+                wall_s, loss = numbers[one.step]
+                found.append((one, {"step": one.step, "loss": loss, "wall_s": wall_s}))
+        return found
 
     @property
     def metrics_dataframe(self) -> Any:
@@ -94,13 +109,18 @@ class PipelineTrainer:
         progress: bool | Observer = True,
     ) -> None:
         """`blocks`: modules that feed each other, or a function that makes them (then each stage
-        builds only its own copy); None trains the GPT of `config.model` on `config.data`.
+        builds only its own copy); None trains the GPT of `config.model` on `config.data`. A block
+        takes and returns one floating-point tensor (the first one takes the dataset's input) whose
+        first dimension is the micro-batch's samples: a cut may lie behind any of them. Where
+        samples differ in length, the second is the position for as long as it keeps its size.
 
         `loss(output, target)` returns a mean over samples, or the pair (sum, count); the default
         is the next-token cross-entropy. `dataset` is a map-style `torch.utils.data.Dataset` of
         (input, target) pairs whose index is the stable sample id. `scaling_config.num_workers`
         and `run_config.name`, `.storage_path`, `.checkpoint_config` (`num_to_keep`,
-        `checkpoint_frequency`) are read from Ray Train's objects if given.
+        `checkpoint_frequency`), `.failure_config` (`max_failures`; Ray Train's default of 0, which
+        it fills in itself, leaves `config.faults.max_failures`) are read from Ray Train's objects
+        if given.
         `config.checkpoint.resume` goes on from a checkpoint.
         """
         self.config = _with_ray_train(config or RunConfig(compare=()), scaling_config, run_config)
@@ -137,7 +157,7 @@ class PipelineTrainer:
             warnings.append(
                 f"blocks {', '.join(masks[:3])} draw a fresh dropout mask on each visit, which "
                 f"{memories[0]} must send as a change; use p=0, or "
-                "stages.dropout.SampleDropout, whose mask belongs to the sample."
+                "ray_pipe.SampleDropout, whose mask belongs to the sample."
             )
         with self._display() as observer:
             for text in warnings:
@@ -202,4 +222,21 @@ def _with_ray_train(config: RunConfig, scaling_config: Any, run_config: Any) -> 
     given: dict[str, Any] = {key: int(value) for key, value in wishes.items() if value is not None}
     if given:
         changes["checkpoint"] = dataclasses.replace(config.checkpoint, **given)
+    max_failures = _max_failures(getattr(run_config, "failure_config", None))
+    if max_failures is not None:
+        changes["faults"] = dataclasses.replace(config.faults, max_failures=max_failures)
     return dataclasses.replace(config, **changes) if changes else config
+
+
+def _max_failures(wish: Any) -> int | None:
+    """Of Ray Train's `FailureConfig`; None where nobody asked: Ray Train fills in its default."""
+    limit = getattr(wish, "max_failures", None)
+    if limit is None or (
+        dataclasses.is_dataclass(wish) and limit == _default(wish, "max_failures")
+    ):
+        return None
+    return int(limit)
+
+
+def _default(wish: Any, name: str) -> Any:
+    return next(one.default for one in dataclasses.fields(wish) if one.name == name)

@@ -20,6 +20,10 @@ from stages.loss import LossFn, cross_entropy
 PYDOC_SAMPLES = 160
 """Of the text that comes with Python: what a first look at ray_pipe has time for."""
 
+PLAIN_LISTS = (nn.Sequential, nn.ModuleList)
+NAMED_CLASSES = 4
+"""So many classes of blocks name a user's model."""
+
 BlocksFn = Callable[[], Sequence[nn.Module]]
 
 
@@ -36,6 +40,11 @@ class Workload:
     loss: LossFn
     samples: Samples
     name: str = "own model"
+    """The model's, or the classes of a user's own blocks."""
+
+    dataset: str = ""
+    """The class of a user's own dataset; empty: what `config.data` says."""
+
     blocks: tuple[nn.Module, ...] = ()
     """The user's own modules, if the model was given as such and not as a function."""
 
@@ -138,12 +147,15 @@ def blocks_workload(
 ) -> Workload:
     """A user's model: modules whose outputs feed each other, or a function that makes them."""
     if isinstance(blocks, nn.Module):
-        if not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
+        if not isinstance(blocks, PLAIN_LISTS):
             raise ConfigError(
                 f"the model is one {type(blocks).__name__}, which cannot be cut; give a list of "
                 "modules that feed each other, an nn.Sequential, or a function that makes them"
             )
+        own_class = type(blocks).__name__ if type(blocks) not in PLAIN_LISTS else ""
         blocks = list(blocks)
+    else:
+        own_class = ""
     made = list(blocks() if callable(blocks) else blocks)
     if not made:
         raise ConfigError("the model has no blocks; give at least one nn.Module")
@@ -164,12 +176,20 @@ def blocks_workload(
         build=build,
         loss=loss,
         samples=samples,
+        name=own_class or class_names(made),
+        dataset=getattr(samples, "name", type(samples).__name__),
         blocks=own,
         fresh_masks=tuple(fresh_masks(made)),
         tied=tied_names(made),
         num_held_out=held_out,
         outputs=output_sizes(made, samples),
     )
+
+
+def class_names(blocks: Sequence[nn.Module]) -> str:
+    """The classes of some blocks, each once: `Embedding, TransformerEncoderLayer, Linear`."""
+    names = list(dict.fromkeys(type(block).__name__ for block in blocks))
+    return ", ".join([*names[:NAMED_CLASSES], *(["…"] if len(names) > NAMED_CLASSES else [])])
 
 
 def output_sizes(blocks: Sequence[nn.Module], samples: Samples) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class Actions:
         if self._wiring.gradient_out is not None:
             assert sent_back is not None
             self._on_point("send B", plan, micro_batch)
-            keys = self._passes.keys(plan, micro_batch)
+            keys = self._passes.keys(plan, micro_batch, backward=True)
             sends.create_task(
                 self._wiring.gradient_out.send(plan.turn, micro_batch, sent_back, keys)
             )

@@ -17,6 +17,7 @@ import ray
 import torch
 
 from stages.courier import VIEW_NBYTES
+from stages.lanes import ThreadLane
 from stages.measure import measure_stage
 from stages.process_state import is_stopped
 from stages.stage_process import StageProcess
@@ -67,6 +68,12 @@ class ProbeCalls(StageProcess):
     def is_at_work(self) -> bool:
         """Whether an order of the driver is being carried out at this moment."""
         return self.has_order
+
+    def at_work_s(self) -> float:
+        """How long the longest of the lanes has been at one piece of work, as the stage's own loop
+        says: one that hangs says nothing."""
+        lanes = (self._lanes.receive, self._lanes.compute, self._lanes.transmit)
+        return float(self._do(max, [lane.busy_s for lane in lanes if isinstance(lane, ThreadLane)]))
 
     def sees_stopped(self, info: Mapping[str, Any]) -> bool:
         """Whether the stage that `setup` returned `info` of was stopped (SIGSTOP), seen from here,

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from stages.record import StepRecord
-from stages.stage_process import StageProcess
+from stages.stage_process import StageProcess, fetched
 from stages.state import StageState
 from stages.storage import Folder
 
@@ -41,28 +41,40 @@ class SavingCalls(StageProcess):
         state = self._loop.submit(self.stage.save_state()).result()
         return np.frombuffer(state.to_bytes(), dtype=np.uint8)
 
-    def keep_state(self, key: str, step: int) -> str:
+    def keep_state(self, key: str, step: int) -> None:
         """Copy the stage after a step, for `write_kept`; training goes on at once.
 
-        If that step was aborted the state is another one, and is refused. Stage 0 of a click model
-        waits for its gradients first, and has the shards keep theirs.
+        If that step was aborted the state is another one, and `write_kept` refuses it. Stage 0 of a
+        click model waits for its gradients first, and has the shards keep theirs.
         """
+        try:
+            self._copies.put(key, self._copy(key, step))
+        except Exception as error:  # told by `write_kept`, whose result is looked at
+            self._copies.put(key, error)
+            for shard in self._shards():
+                shard.keep_not.remote(key, str(error))
+
+    def _copy(self, key: str, step: int) -> StageState:
         if self.stage.feed is not None:
             self._loop.submit(self.stage.feed.drain()).result()
-            shards = [actor for node, actor in self._peers.items() if node >= self.stage.num_stages]
-            ray.get([actor.keep.remote(key) for actor in shards], timeout=KEEP_S)
+            ray.get([shard.keep.remote(key) for shard in self._shards()], timeout=KEEP_S)
         state = self._loop.submit(self.stage.save_state()).result()
         if state.step != step:
             raise RuntimeError(f"it has committed step {state.step}, not {step}")
-        self._kept[key] = state
-        return key
+        return state
+
+    def _shards(self) -> list[Any]:
+        """Of stage 0 of a click model; others have none."""
+        if self._stage is None or self._stage.feed is None:
+            return []
+        return [actor for node, actor in self._peers.items() if node >= self._stage.num_stages]
 
     def write_kept(self, key: str, folder: str | None, name: str) -> Any:
-        """Write what was kept to a file, beside training: its `FileNote`.
+        """Write what `keep_state` copies to a file, beside training: its `FileNote`. Waits for it.
 
         Without a folder (none that this machine sees too), its bytes.
         """
-        state = self._kept.pop(key)
+        state = self._copies.take(key)
         if folder is None:
             return np.frombuffer(state.to_bytes(), dtype=np.uint8)
         return Folder(folder).write(name, state.chunks())
@@ -76,7 +88,7 @@ class SavingCalls(StageProcess):
 
     def load_state(self, saved: Any) -> int:
         """Become what `save_state` returned; returns the step that was committed last."""
-        state = StageState.from_bytes(np.asarray(saved).tobytes())
+        state = StageState.from_bytes(np.asarray(fetched(saved)).tobytes())
         self._loop.submit(self.stage.load_state(state)).result()
         if self.stage.keeper is not None:
             self._loop.submit(self.stage.keeper.start_over()).result()

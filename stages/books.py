@@ -79,6 +79,7 @@ class Books:
                 name=f"{link.name} {span.kind}",
                 start_s=span.start + offset,
                 end_s=span.depart + offset,
+                arrive_s=span.arrive + offset,
             )
             for link in (*self._wiring.links.values(), *self._wiring.replica_links.values())
             for span in link.drain_spans()

@@ -119,7 +119,8 @@ class StageByHand:
     def _encode(self, end: SendingEnd | None, micro_batch: int, tensor: Any) -> Any:
         if end is None:
             return None
-        keys = self._stage.passes.keys(self.plan, micro_batch)
+        backward = end is self._stage.wiring.gradient_out
+        keys = self._stage.passes.keys(self.plan, micro_batch, backward=backward)
         item = Sent(self.plan.turn, micro_batch, tensor, keys)
         name = f"{LETTER[end.edge.kind]}{micro_batch}"
         lane = self._stage.lanes.transmit

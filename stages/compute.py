@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stages.block_output import check_output, run_blocks
 from stages.dropout import sample_ids
 from stages.loss import LossFn, checked_sum
 from stages.optim import (
@@ -55,7 +56,10 @@ class Compute:
         precision: str = "fp32",
         device: str = "cpu",
         seed: int = 0,
+        first_block: int = 0,
     ) -> None:
+        """`first_block` is the place of the module's first block in the whole model."""
+        self._first_block = first_block
         self.module = module.to(device)
         self.device = torch.device(device)
         self.loss = loss
@@ -73,7 +77,11 @@ class Compute:
     ) -> Tensor:
         """Run one micro-batch and keep what its backward pass needs; returns the output."""
         leaf = self._leaf(source)
-        return self._forward(micro_batch, leaf, lambda: self._run(leaf, ids), train=train)
+
+        def run() -> Tensor:
+            return self._run(leaf, ids, num_samples=len(ids))
+
+        return self._forward(micro_batch, leaf, run, train=train)
 
     def forward_loss(
         self,
@@ -92,7 +100,8 @@ class Compute:
         leaf = self._leaf(source)
 
         def run() -> Tensor:
-            return checked_sum(loss, self._run(leaf, ids), target) / num_items
+            output = self._run(leaf, ids, num_samples=None)
+            return checked_sum(loss, output, target) / num_items
 
         return float(self._forward(micro_batch, leaf, run, train=train))
 
@@ -178,9 +187,11 @@ class Compute:
         leaf = source.to(self.device).detach()
         return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
-    def _run(self, leaf: Tensor, ids: tuple[int, ...]) -> Tensor:
+    def _run(self, leaf: Tensor, ids: tuple[int, ...], *, num_samples: int | None) -> Tensor:
+        first = self._first_block
         with sample_ids(ids), self._precision():
-            output: Tensor = self.module(leaf)
+            made = run_blocks(self.module, leaf, first_block=first)
+        output = check_output(made, self.module, first_block=first, num_samples=num_samples)
         return output.float() if self.precision == "bf16" else output
 
     def _precision(self) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +45,28 @@ def software() -> dict[str, str]:
         "torch": torch.__version__.partition("+")[0],  # what follows says for which GPUs
         "numpy": numpy.__version__,
     }
+
+
+def hardware(device: str) -> dict[str, str]:
+    """What else the last bits depend on: whoever computes on `device` here.
+
+    Torch and its libraries choose their kernels by the processor, and kernels of other widths add
+    in another order.
+    """
+    import torch
+
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": _processor(),
+    }
+
+
+@cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -107,6 +107,7 @@ class ThreadLane:
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._busy_since: float | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -119,6 +120,12 @@ class ThreadLane:
         self._jobs.put(_Job(loop, done, phase, name, micro_batch, work, args))
         return await done
 
+    @property
+    def busy_s(self) -> float:
+        """How long the piece of work that runs now has taken; 0 if none does."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         """Let the thread end after what it was given."""
         self._jobs.put(None)
@@ -128,6 +135,7 @@ class ThreadLane:
             if job.done.cancelled():  # nobody waits for it any more
                 continue
             start, cpu = time.monotonic(), time.thread_time()
+            self._busy_since = start
             result: Any = None
             error: BaseException | None = None
             try:
@@ -136,6 +144,7 @@ class ThreadLane:
                 error = RuntimeError(f"{job.name} raised StopIteration: {raised}")
             except BaseException as raised:
                 error = raised
+            self._busy_since = None
             try:
                 self._recorder.add_cpu(job.phase, time.thread_time() - cpu)
                 self._recorder.add(job.phase, job.name, job.micro_batch, start, time.monotonic())

@@ -47,6 +47,7 @@ def measure_stage(
         recompute=spec.recompute,
         precision=spec.precision,
         device=device,
+        first_block=spec.first_block,
     )
     inputs = samples.batch(ids).inputs if source is None else source
     last = spec.index == spec.num_stages - 1

@@ -38,6 +38,7 @@ class Passes:
         self._is_first = is_first
         self._is_last = is_last
         self._lengths: dict[int, tuple[int, ...] | None] = {}
+        self._lengths_out: dict[int, tuple[int, ...] | None] = {}
         self._batches: dict[int, Any] = {}
         self._num_items = 0
         self.loss = 0.0
@@ -53,6 +54,7 @@ class Passes:
         self.num_tokens = self._num_items = 0
         self._batches.clear()
         self._lengths.clear()
+        self._lengths_out.clear()
 
     def load(self, plan: StepPlan) -> None:
         """The last stage reads the whole batch first: the mean needs to know how many items."""
@@ -82,7 +84,12 @@ class Passes:
                 self.note_lengths(micro_batch, batch.lengths)
         assert source is not None
         if not self._is_last:
-            return self._compute.forward(micro_batch, source, ids=ids, train=plan.train)
+            output = self._compute.forward(micro_batch, source, ids=ids, train=plan.train)
+            lengths = self._lengths.get(micro_batch)
+            if lengths is not None and not _same_positions(source, output):
+                lengths = None
+            self._lengths_out[micro_batch] = lengths
+            return output
         assert batch is not None
         self.loss += self._compute.forward_loss(
             micro_batch,
@@ -106,10 +113,16 @@ class Passes:
         """Padding is known to the first stage only; it travels with the activations."""
         self._lengths[micro_batch] = lengths
 
-    def keys(self, plan: StepPlan, micro_batch: int) -> SampleKeys:
-        """Who the rows of a micro-batch's tensors are."""
+    def keys(self, plan: StepPlan, micro_batch: int, *, backward: bool = False) -> SampleKeys:
+        """Who the rows of a micro-batch's output are; `backward`: of its input's gradient."""
+        lengths = self._lengths if backward else self._lengths_out
         return SampleKeys(
             ids=plan.micro_batches[micro_batch],
-            lengths=self._lengths.get(micro_batch),
+            lengths=lengths.get(micro_batch),
             remember=plan.train,
         )
+
+
+def _same_positions(source: Tensor, output: Tensor) -> bool:
+    """Whether padding of the input is padding of the output: not once a block pools or adds."""
+    return output.ndim >= 3 and output.shape[1:2] == source.shape[1:2]

@@ -41,6 +41,8 @@ class Span(NamedTuple):
 
     end_s: float
     micro_batch: int = -1
+    arrive_s: float | None = None
+    """On the wire: when the frame was there. `end_s` is when it had left, and the link was free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

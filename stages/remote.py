@@ -24,6 +24,7 @@ GROUPS = {
     "nudge": "control",
     "ping": "control",
     "is_at_work": "control",
+    "at_work_s": "control",
     "sees_stopped": "control",
     "cpu_seconds": "control",
     "cpu_beside_lanes": "control",

@@ -26,9 +26,10 @@ from stages.black_box import BlackBox, BoxError
 from stages.box_places import OFF, open_box
 from stages.by_hand import StageByHand
 from stages.compute import Compute
+from stages.copies import Copies
 from stages.courier import Courier
 from stages.crowding import crowding
-from stages.digest import software
+from stages.digest import hardware, software
 from stages.keeper import Keeper
 from stages.lanes import Recorder, ThreadLane, Unrecorded
 from stages.mishap import Mishaps, faulty_links
@@ -65,7 +66,7 @@ class StageProcess:
         self._peers: dict[int, Any] = {}
         self.has_order = False
         self._fleet: dict[int, Any] = {}
-        self._kept: dict[str, StageState] = {}
+        self._copies: Copies[StageState] = Copies()
         self._stage: Stage | None = None
         self._device = "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
         self._recorder = Recorder()
@@ -112,7 +113,8 @@ class StageProcess:
 
         `reborn` takes the place of a stage that died: its black box is left as it was found.
         """
-        self._spec, self._samples = spec, samples
+        self._spec, self._samples = spec, fetched(samples)
+        self._copies.clear()
         self._set_threads(spec.threads or threads_for(spec.sharing))
         compute = Compute(
             spec.build(),
@@ -122,6 +124,7 @@ class StageProcess:
             precision=spec.precision,
             device=self._device,
             seed=spec.seed * 1009 + spec.node,
+            first_block=spec.first_block,
         )
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()
@@ -138,6 +141,7 @@ class StageProcess:
             "num_cores": num_cores(),
             "threads": torch.get_num_threads(),
             "device": self._device,
+            "hardware": hardware(self._device),
             "crowding": crowding(),
             **software(),
             "blocks": block_digests(compute.module, spec.first_block),
@@ -245,6 +249,11 @@ class StageProcess:
     def _do(self, work: Callable[..., T], *args: Any) -> T:
         """Do something on the stage's loop, and wait for it."""
         return self._loop.submit(_on_loop(work, *args)).result()
+
+
+def fetched(given: Any) -> Any:
+    """What a call was given, or was lent: a list of one ref (`ray_pipe.pipeline.lend`)."""
+    return ray.get(given[0]) if isinstance(given, list) else given
 
 
 def num_cores() -> int:

@@ -135,6 +135,12 @@ class Folder:
                 nbytes += len(chunk)
         refuse_other(self.uri, note, nbytes, digest.hexdigest())
 
+    def check_size(self, note: FileNote) -> None:
+        """Raise `StorageError` unless the file is there, with as many bytes as were written."""
+        with self._explained(f"cannot read {self.uri}/{note.name}"):
+            nbytes = int(self._fs.size(f"{self.path}/{note.name}"))
+        refuse_other(self.uri, note, nbytes, note.sha256)
+
     def has(self, name: str) -> bool:
         with self._explained(f"cannot look for {self.uri}/{name}"):
             return bool(self._fs.exists(f"{self.path}/{name}"))

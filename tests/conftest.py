@@ -37,17 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     half = config.getoption("--half")
     if half is None:
         return
-    with_ray = {item for item in items if _needs_ray(item)}
-    kept = [item for item in items if (item in with_ray) == (half == "ray")]
-    config.hook.pytest_deselected(
-        items=[item for item in items if (item in with_ray) != (half == "ray")]
-    )
-    items[:] = kept
-
-
-def _needs_ray(item: pytest.Item) -> bool:
-    whole = {"e2e", "chaos", "cluster"} & set(item.path.relative_to(item.config.rootpath).parts)
-    return bool(whole) or item.get_closest_marker("ray") is not None
+    with_ray = [item for item in items if item.get_closest_marker("ray") is not None]
+    rest = [item for item in items if item.get_closest_marker("ray") is None]
+    items[:], others = (with_ray, rest) if half == "ray" else (rest, with_ray)
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ SETTINGS = {
     "pipeline.micro_batch_size": "2",
     "network.bandwidth": "50Mbps",
     "network.latency": "60ms",  # steps that last a while and need little work
+    "faults.spare_after": "0s",  # so that the page of actors shows a spare
     "faults.min_deadline": "60s",  # however busy the machine is, one failure is enough
     "steps": str(STEPS),
     "eval": "true",
@@ -96,7 +97,7 @@ WINDOW = "10m"
 CHROMIUM = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1500,640"),
+    *("--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1500,780"),
     "--virtual-time-budget=12000",
 )
 T = TypeVar("T")
@@ -341,6 +342,8 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
             return info["message"] if STATUS.search(info["message"] or "") else None
 
         seen.messages.append(wait_for("a status message", message))
+        if chromium:
+            wait_for("a warm spare", lambda: pids_of(head, "/spare-1"))
         browsers = {
             page: browse(
                 chromium,
@@ -381,13 +384,18 @@ def watched_job(folder: Path, *, pictures: Path | None = None) -> Iterator[Watch
 
 def stage_pid(head: Head, stage: int) -> int:
     """The process of a stage, as the dashboard tells it."""
+    (pid,) = pids_of(head, f"/stage-{stage}")
+    return pid
+
+
+def pids_of(head: Head, ending: str) -> list[int]:
+    """The processes of actors whose names end so, and that are alive."""
     actors = get_json(f"{head.url}/logical/actors")["data"]["actors"].values()
-    (pid,) = [
-        actor["pid"]
+    return [
+        int(actor["pid"])
         for actor in actors
-        if actor["name"].endswith(f"/stage-{stage}") and actor["state"] == "ALIVE"
+        if actor["name"].endswith(ending) and actor["state"] == "ALIVE"
     ]
-    return int(pid)
 
 
 def submit(

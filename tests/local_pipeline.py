@@ -173,6 +173,7 @@ class Bench:
             recompute=spec.recompute,
             precision=spec.precision,
             seed=index,
+            first_block=spec.first_block,
         )
 
     def plan(self, step: int, **changes: Any) -> StepPlan:

@@ -16,7 +16,7 @@ import numpy as np
 
 from netsim.clock import run_virtual
 from ray_pipe.arm_progress import progress_of, restore_meter
-from ray_pipe.checkpoint import Saver
+from ray_pipe.checkpoint import Pace, Saver
 from ray_pipe.checkpoint_files import CheckpointStore, stage_file
 from ray_pipe.config import RunConfig
 from ray_pipe.metrics import ArmMeter
@@ -24,6 +24,7 @@ from ray_pipe.plans import Arm, arms_of
 from ray_pipe.resume import Start, default_folder, load
 from ray_pipe.workload import gpt_workload
 from stages.compute import Compute
+from stages.digest import hardware
 from stages.rehearsal import LocalPipeline
 from stages.state import StageState, block_digests
 from stages.storage import Folder, StorageError
@@ -57,7 +58,13 @@ class FakePipeline:
 
     def __init__(self, stages: Any, *, shared: bool = True) -> None:
         self.stages = stages
-        self.infos = [{"blocks": block_digests(s.compute.module, s.first_block)} for s in stages]
+        self.infos = [
+            {
+                "blocks": block_digests(s.compute.module, s.first_block),
+                "hardware": hardware("cpu"),
+            }
+            for s in stages
+        ]
         self.shared = shared
         self.now: list[StageState] = []
         self.loaded: list[StageState] = []
@@ -72,12 +79,11 @@ class FakePipeline:
         """Whether stages can save again once they were asked whether they are there."""
 
         self.num_check_ins = 0
-        self._results: dict[str, list[Any]] = {}
 
     def see(self, folder: str, name: str, token: bytes) -> bool:
         return self.shared and Folder(folder).read(name) == token
 
-    def start_save(self, key: str, step: int, folder: str | None) -> dict[Any, int]:
+    def start_save(self, key: str, step: int, folder: str | None) -> FakeSave:
         results: list[Any] = []
         for index, state in enumerate(self.now):
             try:
@@ -90,20 +96,12 @@ class FakePipeline:
                 )
             except (StorageError, RuntimeError) as error:
                 results.append(error)
-        self._results[key] = results
         if self.slow:
             self.writing.add(key)
-        return {key: 0}
+        return FakeSave(self, key, results)
 
     def file_of(self, index: int) -> str:
         return stage_file(index)
-
-    def saved(self, calls: dict[Any, int], *, wait: bool) -> list[Any] | None:
-        (key,) = calls
-        if key in self.writing and not wait:
-            return None
-        self.writing.discard(key)
-        return self._results[key]
 
     def check_in(self) -> None:
         self.num_check_ins += 1
@@ -114,6 +112,21 @@ class FakePipeline:
         self.loaded = list(states)
 
 
+@dataclass
+class FakeSave:
+    """What `ray_pipe.saving.Save` promises."""
+
+    pipeline: FakePipeline
+    key: str
+    found: list[Any]
+
+    def results(self, *, wait: bool) -> list[Any] | None:
+        if self.key in self.pipeline.writing and not wait:
+            return None
+        self.pipeline.writing.discard(self.key)
+        return self.found
+
+
 @dataclass(kw_only=True)
 class SavedRun:
     """One arm of a run, trained in virtual time and saved as the driver does."""
@@ -122,6 +135,8 @@ class SavedRun:
     steps: int = 6
     every: int | None = 2
     shared: bool = True
+    must_write: bool = True
+    pace: Pace | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     start: Start | None = None
@@ -177,7 +192,11 @@ class SavedRun:
             progress=lambda: progress_of(meter, [], None, num_steps=arm.num_steps),
             on_warning=self.warnings.append,
             pause=self.pauses.append,
+            must_write=self.must_write,
+            pace=self.pace,
         )
+        if self.start is not None:
+            saver.newest = self.start.checkpoint
         self.saver, self.pipeline = saver, fake
         for step in range(len(meter.rows), steps):
             (records,) = await local.run([arm.plan(step)])

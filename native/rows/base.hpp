@@ -100,6 +100,8 @@ enum class Mutant {
   lane_local_init,          // a new row is drawn from who makes it, not from its key
   cell_freed_twice,         // now and then
   cell_forgotten,           // now and then a cell is not given back
+  snapshot_before_rows,     // a full store keeps its snapshots and refuses rows
+  popped_before_commit,     // rows to be evicted leave the order of use before they are gone
 };
 extern std::atomic<Mutant> mutant;
 void protocol_point();

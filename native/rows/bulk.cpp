@@ -216,13 +216,23 @@ LookupResult lookup(Store& store, Table& table, const int64_t* keys, size_t n, f
   }
   worker.evict_before = table.config.lru ? first_touch : kIdle;
   const std::vector<Twice> twice = set_repeats_aside(missing, where);
+  const auto too_many = [&](size_t more) {
+    const Batch scope(store, worker);
+    return store.over(more * table.full_bytes());
+  };
   for (size_t from = 0; from < missing.size();) {
     const size_t here = std::min(kGroup, missing.size() - from);
     const int64_t* group = missing.data() + from;
     const uint64_t resident = table.rows.load() - table.spilled_rows.load();
-    if (table.config.max_rows && resident + here > table.config.max_rows && table.config.lru &&
-        !table.config.spill)
-      evict(store, worker, table, resident + here - table.config.max_rows, first_touch);
+    if (table.evicts()) {
+      uint64_t go = 0;
+      if (table.config.max_rows && resident + here > table.config.max_rows)
+        go = resident + here - table.config.max_rows;
+      const uint64_t bytes = too_many(here);
+      // A few at a time: another table may have taken the room, and this one is not to be emptied.
+      go = std::max(go, std::min<uint64_t>(bytes / table.full_bytes() + (bytes > 0), 2 * here));
+      if (go) evict(store, worker, table, go, first_touch);
+    }
     uint64_t inserted = 0;
     const auto insert = [&](Txn& txn, Get& get, size_t i) {
       if (i == 0) inserted = 0;

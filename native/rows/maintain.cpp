@@ -81,11 +81,27 @@ void Store::gather(Worker& worker) {
   }
 }
 
-bool Store::scavenge(Worker& worker, int size_class, bool insert) {
+void Store::settle(Worker& worker) {
   const Closed closed(*this);
   gather(worker);
-  if (!worker.cells[size_class].free.empty()) return true;
-  // Slabs of other sizes that have run empty.
+  give_back_empty(worker);
+}
+
+bool Store::scavenge(Worker& worker, int size_class, bool insert, size_t enough) {
+  const Closed closed(*this);
+  gather(worker);
+  Worker::Cells& cells = worker.cells[size_class];
+  if (cells.free.size() >= enough) return true;
+  give_back_empty(worker);
+  char* slab = arena.take_slab(size_class, !insert);
+  if (!slab) return !cells.free.empty();
+  for (size_t i = 0; i < arena.cells_per_slab(size_class); ++i)
+    cells.free.push_back(reinterpret_cast<Version*>(slab + i * arena.cell_bytes(size_class)));
+  return true;
+}
+
+// With the gate closed, after `gather`: slabs that have run empty.
+void Store::give_back_empty(Worker& worker) {
   std::vector<uint32_t> free(arena.num_slabs(), 0);
   for (int c = 0; c < arena.num_classes(); ++c)
     for (const Version* v : worker.cells[c].free) ++free[arena.slab_of(v)];
@@ -101,12 +117,6 @@ bool Store::scavenge(Worker& worker, int size_class, bool insert) {
     slabs.erase(std::unique(slabs.begin(), slabs.end()), slabs.end());
     for (const size_t slab : slabs) arena.give_back(slab);
   }
-  char* slab = arena.take_slab(size_class, !insert);
-  if (!slab) return false;
-  Worker::Cells& cells = worker.cells[size_class];
-  for (size_t i = 0; i < arena.cells_per_slab(size_class); ++i)
-    cells.free.push_back(reinterpret_cast<Version*>(slab + i * arena.cell_bytes(size_class)));
-  return true;
 }
 
 size_t Store::mark_sparse_slabs(Worker& worker) {
@@ -157,25 +167,38 @@ size_t Store::mark_sparse_slabs(Worker& worker) {
 
 bool make_room(Store& store, Worker& worker, const Txn& txn, int tries) {
   Table& table = *txn.trouble_table;
-  const bool evicts = table.config.lru && !table.config.spill;
+  const bool evicts = table.evicts();
   if (tries >= kRoomTries) return false;
+  // What a snapshot can see comes back to nobody, however many rows go.
+  const auto expire = [&] {
+    return store.retired_bytes() && !MUTANT(snapshot_before_rows) && store.expire_oldest(kIdle);
+  };
   const size_t some = std::max<size_t>(64, table.rows.load() / 256);
   if (txn.trouble == Status::needs_index) {
     if (store.grow(worker, table, txn.trouble_hash, txn.trouble_buckets)) return true;
     Segment& segment = table.segment(txn.trouble_hash);
     for (int rounds = 0; rounds < 8 && evicts; ++rounds) {
-      if (evict(store, worker, table, some, worker.evict_before) == 0) break;
-      tidy(store, worker, true);
+      if (!expire() && evict(store, worker, table, some, worker.evict_before) == 0) break;
+      store.settle(worker);
       if (segment.used.load() < segment.limit) return true;
+      if (store.grow(worker, table, txn.trouble_hash, txn.trouble_buckets)) return true;
     }
     return false;
   }
   // What is found the second time may be what the first attempt gave back: then somebody has to go.
-  const bool found = store.scavenge(worker, txn.trouble_class, txn.trouble_insert);
+  const size_t enough = tries ? kGroup : 1;
+  const auto scavenge = [&] {
+    return store.scavenge(worker, txn.trouble_class, txn.trouble_insert, enough);
+  };
+  const bool found = scavenge();
   if (found && tries == 0) return true;
-  if (!evicts || evict(store, worker, table, some, worker.evict_before) == 0)
-    return found && tries < 3;
-  return store.scavenge(worker, txn.trouble_class, txn.trouble_insert);
+  for (int rounds = 0; rounds < 8; ++rounds) {  // a new snapshot may hold what has just gone
+    if (!expire() &&
+        (!evicts || evict(store, worker, table, some, worker.evict_before) == 0))
+      return found && tries < 3;
+    if (scavenge()) return true;
+  }
+  return false;
 }
 
 }  // namespace ray_pipe::rows

@@ -138,6 +138,11 @@ void Arena::cell_left(size_t slab) {
   if (slabs_[slab].live.fetch_sub(1, std::memory_order_acq_rel) == 1) give_back(slab);
 }
 
+size_t Arena::charged_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return charged_;
+}
+
 size_t Arena::used_bytes() const {
   const std::lock_guard lock(mutex_);
   return in_use_ * slab_bytes_ + charged_;

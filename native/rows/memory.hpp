@@ -69,6 +69,7 @@ class Arena {
   void cell_left(size_t slab);
 
   size_t used_bytes() const;
+  size_t charged_bytes() const;  // of those, what is outside the slabs
   size_t capacity() const { return capacity_; }
   int num_classes() const { return num_classes_; }
   char* base() const { return base_.data(); }

@@ -80,28 +80,38 @@ size_t order(Store& store, Table& table, size_t limit, int64_t* keys, uint64_t* 
 }
 
 size_t evict(Store& store, Worker& worker, Table& table, size_t n, uint64_t before) {
+  const std::lock_guard turn(table.recency.evicting);
   std::vector<int64_t> victims;
   {
     const Batch scope(store, worker);
     const std::lock_guard lock(table.recency.mutex);
     Recency& queue = table.recency;
-    while (victims.size() < n && queue.begin() < std::min(queue.end(), before)) {
-      prefetch_entry(table, queue.begin());
-      if (const Version* v = row_of(table, queue.begin())) victims.push_back(v->key);
-      queue.pop();
+    while (queue.begin() < queue.end() && !row_of(table, queue.begin())) queue.pop();
+    // They leave the queue as stale entries, once they are gone: a tombstone may find no memory.
+    for (uint64_t p = queue.begin(); victims.size() < n && p < std::min(queue.end(), before); ++p) {
+      prefetch_entry(table, p);
+      if (const Version* v = row_of(table, p)) victims.push_back(v->key);
+      if (MUTANT(popped_before_commit)) queue.pop();
     }
   }
   size_t gone = 0;
   for (size_t from = 0; from < victims.size(); from += kGroup) {
     const size_t here = std::min(kGroup, victims.size() - from);
     size_t now = 0;
-    const Status status = grouped(
-        store, worker, table, victims.data() + from, here,
-        [&](Txn& txn, Get& get, size_t i) {
-          if (i == 0) now = 0;
-          now += get.found.row && txn.write_header(get, kTombstone);
-        },
-        false);
+    const auto drop = [&] {
+      return grouped(
+          store, worker, table, victims.data() + from, here,
+          [&](Txn& txn, Get& get, size_t i) {
+            if (i == 0) now = 0;
+            now += get.found.row && txn.write_header(get, kTombstone);
+          },
+          false);
+    };
+    Status status = drop();
+    if (status == Status::full) {  // in a full store the first that went make room for the others
+      tidy(store, worker, true);
+      status = drop();
+    }
     if (status == Status::ok) gone += now;
   }
   bump(worker.counters.evicted, gone);

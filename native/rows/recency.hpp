@@ -23,6 +23,7 @@ class Recency {
   ~Recency() { arena_.discharge(bytes()); }
 
   std::mutex mutex;
+  std::mutex evicting;  // taken before a batch is opened: who is next chooses other rows
 
   uint64_t begin() const { return begin_; }
   uint64_t end() const { return end_; }

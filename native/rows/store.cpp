@@ -107,15 +107,30 @@ uint64_t Store::horizon() const {
   return least;
 }
 
-void Store::expire_oldest(uint64_t limit) {
+bool Store::expire_oldest(uint64_t limit) {
   const std::lock_guard lock(mutex_);
   SnapshotEntry* oldest = nullptr;
   for (SnapshotEntry& s : snapshots_)
     if (s.taken && !s.expired.load() && (!oldest || s.stamp.load() < oldest->stamp.load()))
       oldest = &s;
-  if (!oldest || oldest->stamp.load() > limit) return;  // it is not what holds the horizon back
+  if (!oldest || oldest->stamp.load() > limit) return false;  // not what holds the horizon back
   oldest->expired.store(true);
   snapshots_expired.fetch_add(1);
+  return true;
+}
+
+uint64_t Store::over(uint64_t more) const {
+  uint64_t fixed = arena.charged_bytes(), evictable = more;
+  for (const auto& table : tables_) (table->evicts() ? evictable : fixed) += table->newest_bytes();
+  const uint64_t room = config.capacity > fixed ? config.capacity - fixed : 0;
+  const uint64_t most = room - room / kHeadroom;
+  return evictable > most ? evictable - most : 0;
+}
+
+uint64_t Store::retired_bytes() const {
+  uint64_t sum = 0;
+  each_worker([&](const Worker& w) { sum += w.retired_bytes.load(); });
+  return sum;
 }
 
 Batch::Batch(Store& store, Worker& worker, const SnapshotEntry* pinned) : worker_(worker) {
@@ -136,8 +151,9 @@ Batch::Batch(Store& store, Worker& worker, const SnapshotEntry* pinned) : worker
     worker.active.store(0);
     throw SnapshotExpired(
         "the snapshot of stamp " + std::to_string(snapshot_) +
-        " has expired: the rows written since then outgrew `snapshot_budget`; read faster, take a "
-        "new snapshot, or raise `snapshot_budget`");
+        " has expired: the rows written since then outgrew `snapshot_budget`, or the capacity had no "
+        "room for them beside those that the snapshot held; read faster, take a new snapshot, or "
+        "raise `snapshot_budget` or `capacity`");
   }
 }
 
@@ -262,9 +278,7 @@ void Store::reclaim(Worker& worker) {
   const uint64_t left = worker.retired_bytes.load(std::memory_order_relaxed) - freed;
   worker.retired_bytes.store(left, std::memory_order_relaxed);
   const size_t budget = config.snapshot_budget ? config.snapshot_budget : config.capacity / 4;
-  uint64_t pinned = 0;
-  if (left) each_worker([&](const Worker& w) { pinned += w.retired_bytes.load(); });
-  if (pinned > budget) expire_oldest(limit);
+  if (left && retired_bytes() > budget) expire_oldest(limit);
 }
 
 void Store::publish(uint64_t stamp) {

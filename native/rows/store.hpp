@@ -108,14 +108,25 @@ class Store {
   void retire(Worker& worker, Version* version, uint64_t stamp);
   void reclaim(Worker& worker);
   void publish(uint64_t stamp);
+  // Bytes of rows that evicting tables have too many if they get `more`: below their part of the
+  // capacity an eighth stays free for the old versions that a snapshot holds, or every checkpoint
+  // would end with the first rows after it. Wants an open batch.
+  uint64_t over(uint64_t more) const;
+  // Old versions that are not free yet.
+  uint64_t retired_bytes() const;
+  // The oldest snapshot ends, if it is of this stamp or older; whether there was one.
+  bool expire_oldest(uint64_t limit);
 
   // --- maintenance (maintain.cpp) -------------------------------------------------------------------
   // Room in the segment of this key; false at the cap.
   bool grow(Worker& worker, Table& table, uint64_t hash, uint32_t seen_buckets);
   // Returns the slots of deleted keys. Wants an open batch.
   void sweep(Worker& worker);
-  // Gathers what every worker could free. False if there is no cell of this class even so.
-  bool scavenge(Worker& worker, int size_class, bool insert);
+  // Gathers what every worker could free, and a slab if that is not enough. False if there is no cell
+  // of this class even so.
+  bool scavenge(Worker& worker, int size_class, bool insert, size_t enough = 1);
+  // Waits for those under way, frees what can be freed and gives slabs back that are empty then.
+  void settle(Worker& worker);
   // Marks the emptiest slabs, as many as their rows find room elsewhere: rows in them are to be
   // rewritten, nothing new goes there, and the last row to leave frees the slab. Returns how many.
   size_t mark_sparse_slabs(Worker& worker);
@@ -132,8 +143,9 @@ class Store {
   friend class Closed;
   friend struct Auditor;  // of the stress program
   static constexpr int kMaxWorkers = 128, kMaxSnapshots = 256;
-  void expire_oldest(uint64_t limit);
+  static constexpr uint64_t kHeadroom = 8;  // a part of the capacity
   void gather(Worker& worker);
+  void give_back_empty(Worker& worker);
   bool take_shared(Worker& worker, int size_class);
   void share(Worker& worker, int size_class);
 

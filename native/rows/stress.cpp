@@ -670,6 +670,96 @@ void training() {
   expect(evict(store, *worker, table, 100000, kIdle) == rows, "every row can be evicted");
 }
 
+// A store that is full of the least recently used, and snapshots of it that nobody closes in time:
+// rows find room, whatever they hold, and none leaves the order of use but by going.
+void full_and_held() {
+  const Deadline deadline;
+  TableConfig c;
+  c.name = "rows";
+  c.dim = 16;
+  c.optimizer = Optimizer::row_adagrad;
+  c.lru = true;
+  Store store(small(size_t{2} << 20));
+  Table& table = store.add_table(c);
+  const auto train = [&](std::vector<int64_t>& keys, std::vector<float>& out,
+                         std::vector<float>& g, std::vector<uint8_t>& seen) {
+    for (auto& k : keys) k = static_cast<int64_t>(dice() % 100000);
+    const LookupResult r = lookup(store, table, keys.data(), 64, out.data(), seen.data());
+    expect(r.full == 0, "a snapshot took the room of rows");
+    const ApplyResult a = apply(store, table, keys.data(), 64, g.data(), 0.01, nullptr, seen.data());
+    expect(a.full == 0, "a snapshot took the room of an update");
+  };
+  {  // Alone first, where nothing depends on who is faster: full, then held for good.
+    std::vector<int64_t> keys(64);
+    std::vector<float> out(64 * 16), g(64 * 16, 0.5f);
+    std::vector<uint8_t> seen(64);
+    for (int i = 0; i < 600; ++i) train(keys, out, g, seen);
+    SnapshotEntry& held = store.open_snapshot();
+    for (int i = 0; i < 600; ++i) train(keys, out, g, seen);
+    store.close_snapshot(held);
+    expect(store.snapshots_expired.load() > 0, "the snapshot gave way");
+  }
+  on_threads(2, [&](int me) {
+    std::vector<int64_t> keys(64);
+    std::vector<float> out(64 * 16), g(64 * 16, 0.5f);
+    std::vector<uint8_t> seen(64);
+    SnapshotEntry* held = nullptr;
+    while (!deadline.passed()) {
+      if (me == 0) {
+        train(keys, out, g, seen);
+        continue;
+      }
+      if (held) store.close_snapshot(*held);
+      held = &store.open_snapshot();
+      const uint64_t until = store.visible.load() + dice() % 1000;  // commits
+      try {
+        do multi_get(store, table, keys.data(), 64, out.data(), seen.data(), held, 16);
+        while (store.visible.load() < until && !deadline.passed());
+      } catch (const SnapshotExpired&) {  // as it may: there is a new one in the next round
+      }
+    }
+    if (held) store.close_snapshot(*held);
+  });
+  std::vector<int64_t> keys(table.rows.load() + 1);
+  std::vector<uint64_t> touched(keys.size());
+  expect(order(store, table, keys.size(), keys.data(), touched.data()) == table.rows.load(),
+         "every row is in the order of use");
+  const Borrowed worker(store);
+  const uint64_t rows = table.rows.load();
+  uint64_t gone = 0;  // one call ends where a full store has no room for a tombstone; the next goes on
+  while (const uint64_t some = evict(store, *worker, table, 100000, kIdle)) gone += some;
+  expect(gone == rows, "every row can be evicted");
+}
+
+// Rows that shall go and cannot, since a snapshot holds what they would free: they stay in the order.
+void evicted_in_vain() {
+  TableConfig c;
+  c.name = "rows";
+  c.dim = 16;
+  c.lru = true;
+  Store store(small(size_t{2} << 20));
+  Table& table = store.add_table(c);
+  std::vector<int64_t> keys(64);
+  std::vector<float> out(64 * 16);
+  std::vector<uint8_t> seen(64);
+  for (int64_t next = 0; next < 100000; next += 64) {
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = next + static_cast<int64_t>(i);
+    lookup(store, table, keys.data(), 64, out.data(), seen.data());
+  }
+  SnapshotEntry& held = store.open_snapshot();
+  {
+    const Borrowed worker(store);
+    while (evict(store, *worker, table, 100000, kIdle)) {}
+  }
+  const uint64_t rows = table.rows.load();
+  expect(rows > 0, "some rows cannot go");
+  std::vector<int64_t> ordered(rows + 1);
+  std::vector<uint64_t> touched(ordered.size());
+  expect(order(store, table, ordered.size(), ordered.data(), touched.data()) == rows,
+         "every row is in the order of use");
+  store.close_snapshot(held);
+}
+
 }  // namespace
 }  // namespace ray_pipe::rows
 
@@ -696,6 +786,8 @@ const std::map<std::string, std::function<void()>> kTests = {
     {"growth", growth},
     {"bad_alloc", bad_alloc},
     {"training", training},
+    {"full_and_held", full_and_held},
+    {"evicted_in_vain", evicted_in_vain},
     {"same_beginning", same_beginning},
     {"cells", cells},
 };
@@ -720,6 +812,8 @@ const std::map<std::string, Mutant> kMutants = {
     {"lane_local_init", Mutant::lane_local_init},
     {"cell_freed_twice", Mutant::cell_freed_twice},
     {"cell_forgotten", Mutant::cell_forgotten},
+    {"snapshot_before_rows", Mutant::snapshot_before_rows},
+    {"popped_before_commit", Mutant::popped_before_commit},
 };
 
 }  // namespace

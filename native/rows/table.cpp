@@ -49,6 +49,13 @@ size_t Table::index_bytes() const {
   return sum;
 }
 
+size_t Table::newest_bytes() const {
+  const uint64_t on_disk = spilled_rows.load(std::memory_order_relaxed);
+  const uint64_t all = std::max(rows.load(std::memory_order_relaxed), on_disk);
+  const uint64_t chunks = alive_chunks.load(std::memory_order_relaxed);
+  return (all - on_disk) * cell_bytes_[0] + chunks * size_t{4} * stride() + on_disk * sizeof(Version);
+}
+
 bool Table::resize(uint32_t number, uint32_t num_buckets, uint64_t horizon,
                    std::vector<Version*>& dropped) {
   Segment& old = segments[number];

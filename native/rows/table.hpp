@@ -78,6 +78,9 @@ class Table {
   }
   size_t cell_bytes(int alive) const { return cell_bytes_[alive]; }
   size_t full_bytes() const { return cell_bytes_[config.chunks]; }
+  bool evicts() const { return config.lru && !config.spill; }
+  // Of the newest versions of all rows, and of the markers of those on disk.
+  size_t newest_bytes() const;
   size_t index_bytes() const;
   size_t utility_bytes() const { return utility_bytes_; }
 

@@ -307,7 +307,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             unit="short",
             queries=(
                 lines(latest("pipe_replica_iterations", "replica"), "replica"),
-                lines(latest("pipe_replica_skipped_steps")),
+                lines(latest("pipe_replica_skipped_steps"), legend="skipped"),
             ),
             help="Skipped ones included; those that were skipped, of all replicas, beside them.",
         ),
@@ -315,8 +315,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             title="Groups and conflicts",
             unit="short",
             queries=(
-                lines(latest("pipe_replica_groups")),
-                lines(latest("pipe_replica_conflicts")),
+                lines(latest("pipe_replica_groups"), legend="groups"),
+                lines(latest("pipe_replica_conflicts"), legend="conflicts"),
             ),
             help="Of Ripples' Group Generator, since the run began.",
         ),

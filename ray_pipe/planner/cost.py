@@ -110,7 +110,7 @@ def measure_message(pipeline: Pipeline, shape: tuple[int, ...]) -> tuple[float, 
         ways = []
         for index in range(num_hops):
             call = {handles[index].probe.remote(index + 1, nbytes, 10): index}
-            ways += pipeline.gather(call, doing=MEASURING)
+            ways += pipeline.gather(call, doing=MEASURING, watch=(index + 1,))
         push_s += sign * median(own for own, _ in ways)
         deliver_s += sign * median(other for _, other in ways)
     return max(0.0, push_s), max(0.0, deliver_s)

@@ -37,13 +37,12 @@ from stages.embedding.hybrid import Hybrid
 from stages.embedding.permits import Permits
 from stages.embedding.routing import Step
 from stages.embedding.row_errors import NonFiniteGradientError
+from stages.embedding.shard_terms import TICKETS_OF_A_SESSION
 from stages.embedding.step_clicks import ClickSamples, StepClicks
 from stages.plan import StepPlan
 
 LOOKAHEAD = 2
 """Steps whose ids are sent beyond those whose rows may be pulled."""
-
-TICKETS_OF_A_SESSION = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +50,7 @@ class _Coming:
     """A step whose ids are on their way, and perhaps its rows."""
 
     batch: StepClicks
+    ticket: int
     pull: asyncio.Task[Step]
 
 
@@ -67,6 +67,7 @@ class Feed:
         session: int = 0,
     ) -> None:
         self.spec = spec
+        self.session = session
         self.permits = Permits(spec.tau or 0, first_ticket=session * TICKETS_OF_A_SESSION + 1)
         self.hybrid = Hybrid(
             spec.tables,
@@ -218,6 +219,7 @@ class Feed:
         fresh = counts.staleness - self._told
         self._told = Counter(counts.staleness)
         numbers = {
+            "session": self.session,
             "tau": max(self.permits.tau, counts.bound),
             "in_use": self.permits.in_use,
             "staleness": {str(key): num for key, num in sorted(fresh.items())},
@@ -246,7 +248,7 @@ class Feed:
         batch = self._read(micro_batches)
         ahead = self.hybrid.announce(batch.ids)
         pull = asyncio.get_running_loop().create_task(self.hybrid.pull(ahead))
-        self._coming[number] = _Coming(batch=batch, pull=pull)
+        self._coming[number] = _Coming(batch=batch, ticket=ahead.ticket, pull=pull)
 
     def _read(self, micro_batches: Sequence[Sequence[int]]) -> StepClicks:
         return StepClicks.read(self._samples, micro_batches, self.spec.features)
@@ -261,6 +263,7 @@ class Feed:
             (done,) = await asyncio.gather(one.pull, return_exceptions=True)
             if isinstance(done, Step):
                 await self.hybrid.void(done)
+        await self.hybrid.forget([one.ticket for one in coming.values()])
 
     def _push_all(self) -> None:
         """The gradients of steps that have ended leave now."""

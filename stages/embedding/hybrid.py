@@ -81,6 +81,9 @@ class Hybrid:
         self._router = Router(self.tables, num_shards=len(links), wire=wire or Wire())
         self._version = [0] * len(self._asking.links)
         self._pushes: set[asyncio.Task[None]] = set()
+        self._announced: set[int] = (
+            set()
+        )  # tickets whose ids went ahead and that have no permit yet
         self._failure: BaseException | None = None
         self.auto = auto
         if auto is not None:
@@ -93,7 +96,14 @@ class Hybrid:
         ahead = self._router.split(self.permits.next_ticket(), ids)
         for shard, part in enumerate(ahead.parts):
             self._asking.send(shard, ahead.ticket, "ids", letters.ids_packet(part))
+        self._announced.add(ahead.ticket)
         return ahead
+
+    async def forget(self, tickets: Iterable[int]) -> None:
+        """Steps that will not be pulled: shards need not keep the ids that went ahead."""
+        left = [ticket for ticket in tickets if ticket in self._announced]
+        self._announced.difference_update(left)
+        await asyncio.gather(*(self._void(ticket, counts=False) for ticket in left))
 
     async def pull(self, ahead: Ahead) -> Step:
         """Take a permit, then the rows. Raises what went wrong in an earlier `push_soon`."""
@@ -103,6 +113,7 @@ class Hybrid:
 
     async def _fetch(self, ahead: Ahead) -> Step:
         """The rows of a step that has its permit."""
+        self._announced.discard(ahead.ticket)
         floor = list(self._version)
         asked_s = asyncio.get_running_loop().time()
         try:
@@ -244,6 +255,7 @@ class Hybrid:
                     left += [done] if isinstance(done, Step) else []
             for unfinished in left:
                 await self._void(unfinished.ticket)
+            await self.forget(list(self._announced))
             while self._pushes:
                 await asyncio.wait(set(self._pushes))
             raise
@@ -275,8 +287,8 @@ class Hybrid:
         """Letters that were sent again, for want of an answer."""
         return self._asking.num_resent
 
-    async def _void(self, ticket: int) -> None:
-        self.counts.voided += 1
+    async def _void(self, ticket: int, *, counts: bool = True) -> None:
+        self.counts.voided += counts
         try:
             await _all(
                 self._asking.ask(shard, ticket, "void") for shard in range(len(self._asking.links))

@@ -59,8 +59,8 @@ class RunResult:
 class Snapshot:
     """One moment of the store; a context manager. Reads of it never abort.
 
-    It pins the versions it can see. When those outgrow the store's `snapshot_budget` it expires,
-    and reading it raises `SnapshotExpiredError`.
+    It pins the versions it can see. When those outgrow the store's `snapshot_budget`, or leave no
+    room for new rows, it expires, and reading it raises `SnapshotExpiredError`.
     """
 
     def __init__(self, handle: Any) -> None:

@@ -12,7 +12,7 @@ class StoreFullError(RowStoreError):
 
 
 class SnapshotExpiredError(RowStoreError):
-    """A snapshot pinned more old versions than `snapshot_budget` allows."""
+    """A snapshot pinned more old versions than `snapshot_budget` or the capacity allows."""
 
 
 class StoreForkedError(RowStoreError):

@@ -11,9 +11,11 @@ start.
 from __future__ import annotations
 
 import struct
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,16 +70,13 @@ class LmdbTier:
             txn.drop(self._env.open_db(txn=txn), delete=False)
 
     def write_batch(self, names: Sequence[Name], records: Sequence[bytes]) -> None:
-        try:
-            with self._env.begin(write=True) as txn:  # the commit syncs
-                for name, record in zip(names, records, strict=True):
-                    txn.put(_packed(name), zlib.crc32(record).to_bytes(4, "little") + record)
-        except self._lmdb.Error as error:
-            raise OSError(f"cannot spill to {self.directory}: {error}") from error
+        with self._named("spill to"), self._env.begin(write=True) as txn:  # the commit syncs
+            for name, record in zip(names, records, strict=True):
+                txn.put(_packed(name), zlib.crc32(record).to_bytes(4, "little") + record)
 
     def read_batch(self, names: Sequence[Name]) -> list[bytes]:
         records = []
-        with self._env.begin() as txn:
+        with self._named("read from"), self._env.begin() as txn:
             for name in sorted(names):  # the order on disk
                 stored = txn.get(_packed(name))
                 if stored is None or zlib.crc32(stored[4:]).to_bytes(4, "little") != stored[:4]:
@@ -91,9 +90,16 @@ class LmdbTier:
         return [found[name] for name in names]
 
     def delete_batch(self, names: Sequence[Name]) -> None:
-        with self._env.begin(write=True) as txn:
+        with self._named("delete from"), self._env.begin(write=True) as txn:
             for name in names:
                 txn.delete(_packed(name))
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._lmdb.Error as error:
+            raise OSError(f"cannot {what} {self.directory}: {error}") from error
 
     def nbytes(self) -> int:
         return sum(file.stat().st_blocks * 512 for file in self.directory.iterdir())
@@ -112,8 +118,8 @@ class SpillingTable:
         if not table.spill:
             raise ValueError(f"table {table.name!r} was not made with spill=True")
         self._store, self.table, self.tier = store, table, tier
-        self._peers: list[SpillingTable] = store.spilling
-        self._peers.append(self)
+        self._peers: list[weakref.ref[SpillingTable]] = store.spilling
+        self._peers.append(weakref.ref(self))
         self._over: deque[tuple[int, Name]] = deque()  # (stamp from which nobody needs it, record)
         self.spilled = self.recalled = 0
 
@@ -205,7 +211,9 @@ class SpillingTable:
             row = stats["tables"][self.table.name]["row_bytes"]
             least = self._store.capacity // HEADROOM
             wanted = min(max(least, 2 * len(ids) * row), 4 * least)
-            if stats["used_bytes"] + wanted <= self._store.capacity:
+            # What a snapshot holds is not freed by spilling; the store ends it if it must.
+            held = stats["retired_bytes"] if stats["horizon"] < stats["stamp"] else 0
+            if stats["used_bytes"] - held + wanted <= self._store.capacity:
                 return
             if not self._make_room(len(ids), keep=ids):
                 return
@@ -213,7 +221,8 @@ class SpillingTable:
     def _make_room(self, num_rows: int, *, keep: Array) -> bool:
         """Rows go down where most are in memory: here, or in another table of the same store,
         which would otherwise keep what it took first while this one had no room at all."""
-        for one in sorted(self._peers, key=SpillingTable._in_memory, reverse=True):
+        peers = [peer for known in self._peers if (peer := known()) is not None]
+        for one in sorted(peers, key=SpillingTable._in_memory, reverse=True):
             if one.spill_out(max(64, num_rows), keep=keep if one is self else None):
                 self._store.compact()  # what another table frees must become whole slabs
                 return True

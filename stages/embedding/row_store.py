@@ -28,7 +28,46 @@ from stages.embedding.row_transaction import Transaction
 
 __all__ = ["RowStore", "RowTable", "Snapshot"]
 
-_stores: weakref.WeakSet[RowStore] = weakref.WeakSet()
+_commons: weakref.WeakSet[Commons] = weakref.WeakSet()
+
+
+class Commons:
+    """What the tables of a store share.
+
+    Knows them weakly: were store and tables to hold each other, a store that nobody needs any more
+    would keep its memory until Python's collector comes by, which native pages do not hasten.
+    """
+
+    def __init__(self, module: Any, core: Any, *, capacity: int, slab_bytes: int) -> None:
+        self.expired: type[Exception] = module.SnapshotExpired
+        self.core = core
+        self.capacity, self.slab_bytes = capacity, slab_bytes
+        self.is_forked = False
+        self._tables: list[weakref.ref[RowTable]] = []
+        _commons.add(self)
+
+    def add(self, table: RowTable) -> None:
+        self._tables.append(weakref.ref(table))
+
+    def lru_tables(self) -> list[RowTable]:
+        """Tables that drop their oldest rows for room."""
+        tables = [table() for table in self._tables]
+        return [table for table in tables if table is not None and table.evicts]
+
+    def take_room(self, table: RowTable, *, num_rows: int, must: bool) -> bool:
+        """`row_shares.take_room`, for the store's own tables."""
+        return take_room(self, table, num_rows=num_rows, must=must)
+
+    def compact(self) -> int:
+        self.check_alive()
+        return int(self.core.compact())
+
+    def check_alive(self) -> None:
+        if self.is_forked:
+            raise StoreForkedError(
+                f"process {os.getpid()} was forked while it held a row store, whose locks and "
+                "threads did not come along. Make the store in the process that uses it"
+            )
 
 
 class RowStore:
@@ -46,18 +85,17 @@ class RowStore:
         if pages not in ("huge", "4k"):
             raise ValueError(f'pages is "huge" or "4k", got {pages!r}')
         self._module, self.native = choose_core(core)
-        self.expired: type[Exception] = self._module.SnapshotExpired
         self.capacity = nbytes_of(capacity)
         self.slab_bytes = nbytes_of(slab)
         self._core = self._module.RowStore.make(
             self.capacity, self.slab_bytes, pages == "huge", nbytes_of(snapshot_budget)
         )
+        self._commons = Commons(
+            self._module, self._core, capacity=self.capacity, slab_bytes=self.slab_bytes
+        )
         self._tables: dict[str, RowTable] = {}
-        self.spilling: list[Any] = []
+        self.spilling: list[weakref.ref[Any]] = []
         """Tables with a disk below them (`row_spill`): they make room for each other."""
-
-        self._forked = False
-        _stores.add(self)
 
     def table(
         self,
@@ -104,18 +142,12 @@ class RowStore:
             *(name, dim, chunks, rule, numbers, kind, mean, scale, seed, max_rows),
             *(lru, spill, expected_rows, decay, utility_scale),
         )
+        evicts = lru and not spill
         self._tables[name] = RowTable(
-            self, table, name, dim, chunks, optimizer, max_rows, spill, evicts=lru and not spill
+            self._commons, table, name, dim, chunks, optimizer, max_rows, spill, evicts=evicts
         )
+        self._commons.add(self._tables[name])
         return self._tables[name]
-
-    def lru_tables(self) -> list[RowTable]:
-        """Tables that drop their oldest rows for room."""
-        return [table for table in self._tables.values() if table.evicts]
-
-    def take_room(self, table: RowTable, *, num_rows: int, must: bool) -> bool:
-        """`row_shares.take_room`, for the store's own tables."""
-        return take_room(self, table, num_rows=num_rows, must=must)
 
     def __getitem__(self, name: str) -> RowTable:
         if name not in self._tables:
@@ -149,8 +181,7 @@ class RowStore:
         system as soon as no snapshot needs the old rows; and where tables of other row sizes are to
         use what one has freed.
         """
-        self.check_alive()
-        return int(self._core.compact())
+        return self._commons.compact()
 
     def stats(self) -> dict[str, Any]:
         """Numbers for metrics; `native` says which core gave them."""
@@ -163,11 +194,7 @@ class RowStore:
         return {**numbers, "native": self.native, "tables": tables}
 
     def check_alive(self) -> None:
-        if self._forked:
-            raise StoreForkedError(
-                f"process {os.getpid()} was forked while it held a row store, whose locks and "
-                "threads did not come along. Make the store in the process that uses it"
-            )
+        self._commons.check_alive()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -194,8 +221,8 @@ def huge_bytes(base: int, nbytes: int) -> int:
 
 
 def _mark_forked() -> None:
-    for store in _stores:
-        store._forked = True
+    for commons in _commons:
+        commons.is_forked = True
 
 
 os.register_at_fork(after_in_child=_mark_forked)

@@ -26,7 +26,8 @@ Stamps = npt.NDArray[np.uint64]
 
 
 class SnapshotExpired(RuntimeError):
-    """Kept for the interface: the twin pins whatever its snapshots need."""
+    """Kept for the interface: what the twin's snapshots need costs no capacity, and so LRU tables
+    leave no part of it free for them."""
 
 
 class RowStore:

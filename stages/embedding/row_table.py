@@ -23,6 +23,13 @@ from stages.embedding.row_records import Records
 PAYLOAD_ROWS = {"put": 1, "add": 1, "delta_step": 1, "optimize": 1, "compare_and_put": 2}
 PROCEDURES = ("get", "get_or_init", *PAYLOAD_ROWS, "follow", "prune", "evict", "commit_if")
 ABSENT, PRESENT, SPILLED = range(3)
+WITHIN_STEP = 24
+"""Bits of a row's place in its step, below the step's number, in what `order` tells."""
+
+MARKER_BYTES = 46
+"""In memory of each row on disk, about: its marker, and its part of the index."""
+
+MAX_STEP = 1 << 64 - WITHIN_STEP
 MAX_TAKES = 16
 """How often a call that does not fit takes room from other tables before it is refused."""
 
@@ -107,6 +114,11 @@ class RowTable:
         """
         if not train:
             return self.multi_get(ids, out, mask)
+        if not 0 <= step < MAX_STEP:
+            raise ValueError(
+                f"table {self.name!r}: step {step} is beyond 2 ** 40, and the order of use "
+                "would be spoilt; number steps from where the run began"
+            )
         ids, out, mask = self._arrays(ids, out, mask)
         self._store.check_alive()
         full = spilled = 0
@@ -375,10 +387,18 @@ class RowTable:
     def full_error(self, what: str) -> StoreFullError:
         limit = f"`max_rows`={self.max_rows}" if self.max_rows else "no `max_rows`"
         drop = "" if self.evicts else ' use evict="lru",'
+        stats = self.stats()
+        below = stats["spilled_rows"]
+        markers = (
+            f", {below} of them on disk, which keep about {MARKER_BYTES} bytes each here "
+            f"({below * MARKER_BYTES} in all)"
+        )
+        if self.spill:
+            drop = " use more shards, evict instead of spilling,"
         return StoreFullError(
             f"table {self.name!r}: {what}; the store's capacity is {self._store.capacity} bytes, "
-            f"the table has {limit} and {self.stats()['rows']} rows. Raise them,{drop} "
-            "or send fewer distinct ids in one call"
+            f"the table has {limit} and {stats['rows']} rows{markers if below else ''}. Raise them,"
+            f"{drop} or send fewer distinct ids in one call"
         )
 
     def _arrays(self, keys: Array, out: Array | None, seen: Array | None) -> tuple[Any, Any, Any]:

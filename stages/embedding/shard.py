@@ -37,6 +37,7 @@ from stages.embedding.shard_terms import (
     StalenessError,
     UnknownTicketError,
     nonfinite,
+    notes_of,
 )
 from stages.embedding.tables import Table, check_tables
 
@@ -88,8 +89,11 @@ class Shard:
         self.last_step = -1
         """The training step that was applied last, of those that say which they are."""
 
+        self._is_after_client = False
+        """A new client is to say which step it goes on with."""
+
         self.touch_base = self.touched = 0
-        """What rows remember of their last use is `touch_base` and the ticket; the largest so far.
+        """What rows remember of their last use: `touch_base` and the step's touch; the largest yet.
         All shards of a run have the same base, or their rows could not be put in one order."""
 
         self.counts = ShardCounts()
@@ -107,7 +111,7 @@ class Shard:
                 chunk_prune.check_ratio(self.store[table.name], table)
         self._announced: OrderedDict[int, Mapping[str, IdSet]] = OrderedDict()
         self._open: OrderedDict[int, _Open] = OrderedDict()  # in the order of their pulls
-        self._finished: OrderedDict[int, None] = OrderedDict()
+        self._finished: OrderedDict[int, Settled | None] = OrderedDict()  # those that were refused
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -123,8 +127,13 @@ class Shard:
         if len(self._announced) > MAX_ANNOUNCED:
             self._announced.popitem(last=False)
 
-    def pull(self, ticket: int, ids: Mapping[str, IdSet] | None = None) -> Pulled:
-        """The rows of a step; new ids are created. Asked again, the answer is the same."""
+    def pull(
+        self, ticket: int, ids: Mapping[str, IdSet] | None = None, *, touch: int | None = None
+    ) -> Pulled:
+        """The rows of a step; new ids are created. Asked again, the answer is the same.
+
+        `touch` is what the rows remember of this use (`touch_of`); None: the ticket.
+        """
         if ticket in self._open:
             self.counts.repeated += 1
             return self._open[ticket].pulled
@@ -136,7 +145,7 @@ class Shard:
             raise UnknownTicketError(f"shard {self.index} has no ids for step {ticket}")
         for name, part in wanted.items():
             self.check_capacity(name, len(part.ids))
-        step = self.touch_base + ticket
+        step = self.touch_base + (ticket if touch is None else touch)
         self.touched = max(self.touched, step)
         tables = {name: self.rows[name].pull(part.ids, step) for name, part in wanted.items()}
         pulled = Pulled(version=self.version, tables=tables)
@@ -204,10 +213,16 @@ class Shard:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_announced(self) -> int:
+        """Steps whose ids came ahead and whose pull has not."""
+        return len(self._announced)
+
     def _stray(self, ticket: int) -> Settled:
         if ticket in self._finished:
             self.counts.repeated += 1
-            return Settled(ticket=ticket, outcome="repeated", version=self.version)
+            refused = self._finished[ticket]
+            return refused or Settled(ticket=ticket, outcome="repeated", version=self.version)
         self.counts.lost_pushes += 1
         self._finish(ticket)
         return Settled(
@@ -225,8 +240,9 @@ class Shard:
             if entry.gradients is None and not entry.is_void:
                 break
             del self._open[ticket]
-            self._finish(ticket)
-            settled.append(self._conclude(ticket, entry))
+            one = self._conclude(ticket, entry)
+            self._finish(ticket, one if one.outcome == "refused" else None)
+            settled.append(one)
         held = sum(entry.gradients is not None for entry in self._open.values())
         self.counts.max_held = max(self.counts.max_held, held)
         return settled
@@ -235,6 +251,7 @@ class Shard:
         if entry.gradients is None:
             self.counts.voided += 1
             return Settled(ticket=ticket, outcome="void", version=self.version)
+        self._count_unsent(entry.number)
         if entry.number is not None and entry.number <= self.last_step:
             self.counts.replayed += 1
             return Settled(ticket=ticket, outcome="repeated", version=self.version)
@@ -246,6 +263,11 @@ class Shard:
         )
         staleness = self.version - entry.v_read
         why = self._why_not(step)
+        if not why:
+            try:
+                self.apply(step)
+            except Exception as error:  # whatever it is, the step is told and counted as refused
+                why = "; ".join([f"{type(error).__name__}: {error}", *notes_of(error)])
         if why:
             self.counts.refused_pushes += 1
             return Settled(
@@ -255,9 +277,19 @@ class Shard:
                 staleness=staleness,
                 why=f"shard {self.index}, step {ticket}: {why}",
             )
-        self.apply(step)
         self.last_step = self.last_step if entry.number is None else entry.number
         return Settled(ticket=ticket, outcome="applied", version=self.version, staleness=staleness)
+
+    def on_new_client(self) -> None:
+        """The dense net lost its first stage: what that one did not send is missing here."""
+        self._is_after_client = True
+
+    def _count_unsent(self, number: int | None) -> None:
+        if not self._is_after_client or number is None:
+            return
+        self._is_after_client = False
+        if self.last_step >= 0:
+            self.counts.unsent += max(0, number - self.last_step - 1)
 
     def check(self, step: ShardStep) -> None:
         """Raise what is wrong with a step, before any of it is applied anywhere."""
@@ -268,12 +300,25 @@ class Shard:
             raise kind(f"shard {self.index}: {why}")
 
     def apply(self, step: ShardStep) -> None:
-        """One version: the optimizer on every table, then the prunes that are due."""
+        """One version: the optimizer on every table, then the prunes that are due.
+
+        Rows on disk come up for all tables first: a disk that refuses is found before any of them
+        has learned.
+        """
+        done: list[str] = []
+        for name in step.gradients:
+            self.rows[name].call_up(step.ids[name].ids, step.pulled[name])
         for name, gradients in step.gradients.items():
             wanted = step.ids[name]
-            self.counts.dropped_rows += self.rows[name].apply(
-                wanted.ids, gradients, wanted.counts, step.pulled[name]
-            )
+            try:
+                self.counts.dropped_rows += self.rows[name].apply(
+                    wanted.ids, gradients, wanted.counts, step.pulled[name]
+                )
+            except Exception as error:
+                if done:
+                    error.add_note(f"tables {done} have taken this step, {name!r} has not")
+                raise
+            done.append(name)
         self.counts.staleness[self.version - step.v_read] += 1
         self.version += 1
         for table in self.tables.values():
@@ -298,8 +343,8 @@ class Shard:
                 return nonfinite(name, ids[~finite], len(ids))
         return ""
 
-    def _finish(self, ticket: int) -> None:
-        self._finished[ticket] = None
+    def _finish(self, ticket: int, refused: Settled | None = None) -> None:
+        self._finished[ticket] = refused
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
 
@@ -336,6 +381,7 @@ class Shard:
             "staleness_histogram": dict(sorted(counts.staleness.items())),
             "lost_pushes": counts.lost_pushes,
             "refused_pushes": counts.refused_pushes,
+            "unsent_pushes": counts.unsent,
             "voided": counts.voided,
             "repeated": counts.repeated,
             "replayed": counts.replayed,

@@ -25,6 +25,7 @@ from netsim.loop_thread import LoopThread
 from netsim.shaper import Uplink
 from netsim.topology import Topology
 from stages.actor_probes import end_actor
+from stages.copies import Copies
 from stages.courier import Courier, disclose
 from stages.digest import software
 from stages.embedding.embedding_spec import EmbeddingSpec
@@ -73,7 +74,7 @@ class ShardActor:
         self._generation = -1
         self._num_shards = 1
         self._exporters: dict[Path, Exporter] = {}
-        self._kept: dict[str, KeptShard] = {}
+        self._copies: Copies[KeptShard] = Copies()
 
     def __repr__(self) -> str:
         return f"EmbeddingShard(shard={self.index})"
@@ -84,10 +85,10 @@ class ShardActor:
 
     def setup(self, spec: EmbeddingSpec, place: ShardPlace) -> dict[str, Any]:
         """Become an empty shard of an arm; whatever this actor was before is forgotten."""
-        self._forget_kept(0)
+        self._close_copies()
         self._server = self._on_loop(self._build, spec, place)
         self._generation = place.generation
-        self._num_shards, self._exporters = spec.num_shards, {}
+        self._num_shards = spec.num_shards
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -98,6 +99,7 @@ class ShardActor:
     def _build(self, spec: EmbeddingSpec, place: ShardPlace) -> ShardServer:
         if self._link is not None:
             self._link.close()
+        self._let_go()  # the memory of two shards may be more than there is
         node = spec.node(place.index, place.num_stages)
         courier = Courier(node, self.troubles.append)
         generation = place.generation
@@ -131,11 +133,19 @@ class ShardActor:
             server.on_point = lambda point: _strike((point, shard.version) in own)
         return server
 
+    def _let_go(self) -> None:
+        """Of the shard that this was."""
+        old, self._server = self._server, None
+        self._exporters = {}
+        if old is not None:
+            old.shard.close()
+
     def deliver(self, *parts: Any) -> None:
         """A letter of stage 0: enqueue only. What is left of an earlier arm is dropped."""
         _, generation, frame = disclose(parts)
-        if self._server is not None and generation == self._generation:
-            self._loop.call_soon(self._server.on_frame, frame)
+        server = self._server
+        if server is not None and generation == self._generation:
+            self._loop.call_soon(server.on_frame, frame)
 
     def books(self) -> dict[str, Any]:
         """Bytes sent so far by link and kind, and the shard's numbers; counters only rise."""
@@ -155,16 +165,18 @@ class ShardActor:
 
     # --- checkpoints: stage 0 says when, between two steps with nothing under way ---------------
 
-    def keep(self, key: str) -> str:
+    def keep(self, key: str) -> None:
         """Take a snapshot of the shard for `write_kept`; training goes on at once."""
-        self._forget_kept(MAX_KEPT - 1)
-        self._kept[key] = self._on_loop(self._keep)
-        return key
+        self._copies.put(key, self._on_loop(self._keep))
 
-    def _forget_kept(self, most: int) -> None:
-        """Those that nobody came to write: a snapshot pins the rows of its moment."""
-        while len(self._kept) > most:
-            self._kept.pop(next(iter(self._kept))).close()
+    def keep_not(self, key: str, why: str) -> None:
+        """Stage 0 gave up: `write_kept` need not wait for a snapshot."""
+        self._copies.put_if_missing(key, RuntimeError(f"stage 0 did not save its state: {why}"))
+
+    def _close_copies(self) -> None:
+        """Those that nobody will write: a snapshot pins the rows of its moment."""
+        for kept in self._copies.clear():
+            kept.close()
 
     def _keep(self) -> KeptShard:
         assert self._server is not None
@@ -177,9 +189,9 @@ class ShardActor:
         return keep_shard(self._server.shard)
 
     def write_kept(self, key: str, folder: str | None, name: str) -> Any:
-        """Write what was kept to a file, beside training: its `FileNote`. Without a folder (none
-        that this machine sees too), its bytes."""
-        with self._kept.pop(key) as kept:
+        """Write what was kept to a file, beside training: its `FileNote`. Waits for the snapshot.
+        Without a folder (none that this machine sees too), its bytes."""
+        with self._copies.take(key) as kept:
             if folder is None:
                 return np.frombuffer(kept.to_bytes(), dtype=np.uint8)
             return Folder(folder).write(name, kept.chunks())
@@ -268,9 +280,6 @@ def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-
-MAX_KEPT = 2
-"""Snapshots that wait to be written."""
 
 CONCURRENCY = {"net": 1, "control": 1, "pulse": 1, "save": 1}
 GROUPS = {

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from stages.embedding.shard import Shard
-from stages.embedding.shard_stream import ShardFileError, keep_shard, read_shard, rows_for
+from stages.embedding.shard_stream import (
+    ShardFileError,
+    keep_shard,
+    read_shard,
+    rows_for,
+    touches_of,
+)
 from stages.embedding.tables import shard_of
 
 __all__ = ["ShardFileError", "check_file", "fill_shard", "pack_shard", "write_aside"]
@@ -54,6 +60,9 @@ def fill_shard(
     for one in saved:
         _check_tables(shard, one.about)
     seen = [one.about for one in saved]
+    last_touches = [touches_of(part)[0] for part in seen]
+    # Of one run: all files count alike, in the way that the largest number tells.
+    _, renumbered = touches_of(max(seen, key=lambda part: int(part["touched"])))
 
     def mine(keys: Any) -> Any:
         return shard_of(keys, num_shards) == shard.index
@@ -62,7 +71,7 @@ def fill_shard(
     for name, held in shard.rows.items():
         arrays = [one.arrays[f"{name}/rows"] for one in saved]
         for keys, raw, touched in rows_for(arrays, mine, in_order=held.has_order):
-            held.restore(keys, raw, touched)
+            held.restore(keys, raw, None if touched is None else renumbered(touched))
             total += len(keys)
         numbers = [part["tables"][name] for part in seen]
         held.rows.restore_progress(
@@ -73,9 +82,10 @@ def fill_shard(
         arrays = [one.arrays[f"{name}/seen"] for one in saved if f"{name}/seen" in one.arrays]
         if held.admission is not None:
             for keys, raw, touched in rows_for(arrays, mine, in_order=True):
-                held.admission.counters.restore(keys, raw, touched)
+                assert touched is not None
+                held.admission.counters.restore(keys, raw, renumbered(touched))
     shard.version = max(part["version"] for part in seen)
-    shard.touched = max(part["touched"] for part in seen)
+    shard.touched = max(last_touches)
     shard.touch_base = shard.touched if touch_base is None else touch_base
     if with_counts and shard.index == 0:  # sums over all shards stay what they were
         for part in seen:

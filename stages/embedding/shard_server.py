@@ -19,7 +19,7 @@ from stages.embedding import letters
 from stages.embedding.letters import Wire
 from stages.embedding.row_errors import RowStoreError
 from stages.embedding.shard import Shard
-from stages.embedding.shard_terms import CapacityError, Settled, UnknownTicketError
+from stages.embedding.shard_terms import CapacityError, Settled, UnknownTicketError, touch_of
 
 
 class ShardServer:
@@ -56,12 +56,13 @@ class ShardServer:
             self._send(client, ticket, "need")
         except CodecError:
             self.num_damaged += 1
-        except (CapacityError, RowStoreError, ValueError) as error:
+        except (CapacityError, RowStoreError, ValueError, OSError) as error:
             self._send(client, ticket, "error", why=f"{type(error).__name__}: {error}")
 
     def _begin(self, client: int, session: int) -> None:
         """A client restarted: what it had under way is void, so that nobody waits for it."""
         self._sessions[client] = session
+        self.shard.on_new_client()
         for ticket in [t for t, owner in self._client_of.items() if owner == client]:
             del self._client_of[ticket]
             for settled in self.shard.void(ticket):
@@ -73,9 +74,10 @@ class ShardServer:
         shard = self.shard
         if op == "ids" and packet is not None:
             shard.announce(ticket, letters.read_ids(packet, shard.tables))
+            self._client_of[ticket] = client
         elif op == "pull":
             ids = None if packet is None else letters.read_ids(packet, shard.tables)
-            pulled = shard.pull(ticket, ids)
+            pulled = shard.pull(ticket, ids, touch=touch_of(header.generation, ticket))
             self._client_of[ticket] = client
             answer = letters.rows_packet(pulled.tables, shard.tables, self._wire.rows)
             self._send(client, ticket, "rows", answer, version=pulled.version)

@@ -137,6 +137,12 @@ class ShardTable:
             admitted=admitted,
         )
 
+    def call_up(self, ids: Ids, pulled: Rows) -> None:
+        """Rows that another step has sent to disk since they were pulled."""
+        if self.spilling is not None:
+            admitted = pulled.admitted
+            self.spilling.announce(ids if admitted is None else np.ascontiguousarray(ids[admitted]))
+
     def apply(self, ids: Ids, gradients: F32, counts: F32 | None, pulled: Rows) -> int:
         """One optimizer step, on rows as they were pulled; how many were gone by now."""
         then = pulled.alive
@@ -146,7 +152,7 @@ class ShardTable:
             counts = None if counts is None else np.ascontiguousarray(counts[keep])
             then = None if then is None else then[keep]
         if self.spilling is not None:
-            self.spilling.announce(ids)  # another step may have sent them down since
+            self.spilling.announce(ids)  # another table may have sent them down since `call_up`
         if then is not None:
             now = self.rows.alive(ids)
             gradients = chunk_prune.without_regrown(gradients, then, now, chunks=self.rows.chunks)

@@ -17,6 +17,22 @@ from stages.embedding.shard_table import Rows
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
+TICKETS_OF_A_SESSION = 1 << 20
+"""A session is the milliseconds of the run at which a client began; its tickets begin at as many
+times this."""
+
+TOUCHES_OF_A_SESSION = 16
+"""What rows remember of their use counts so many steps a millisecond: no run is that fast, so those
+of a later session are above those of an earlier one, and 40 bits are two years."""
+
+
+def touch_of(session: int, ticket: int) -> int:
+    """What rows remember of a step that used them: rises with tickets and sessions."""
+    before = session * TICKETS_OF_A_SESSION
+    if ticket < before:  # a client that numbers its steps by itself
+        return ticket
+    return session * TOUCHES_OF_A_SESSION + ticket - before
+
 
 class UnknownTicketError(KeyError):
     """A pull whose ids never came, or came to an earlier life of this shard: send them along."""
@@ -80,12 +96,21 @@ class ShardCounts:
     replayed: int = 0
     """Steps that the dense net ran again after a failure, and that were applied before."""
 
+    unsent: int = 0
+    """Steps that the dense net had made when its first stage died, and whose gradients never came:
+    it goes on from there, the rows are without them."""
+
     voided: int = 0
     dropped_rows: int = 0
     """Gradients of rows that were evicted between pull and push."""
 
     max_held: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What was added to an error on its way."""
+    return list(getattr(error, "__notes__", []))
 
 
 def nonfinite(table: str, bad: Ids, num_ids: int) -> str:

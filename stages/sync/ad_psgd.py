@@ -1,6 +1,7 @@
 """AD-PSGD: after its step a replica meets one other half way; nobody waits for more than that.
 
-Even replicas ask, odd ones answer, so questions never go round in a circle. Whom to ask is drawn
+Every second replica asks, the others answer, so questions never go round in a circle. Who is which
+goes by the place among those that live, or nobody might be left to answer. Whom to ask is drawn
 from the seed, the replica and the step. If the one who was asked dies, another is asked.
 """
 
@@ -46,9 +47,10 @@ class AdPsgd(Plain):
         """The one to ask; nobody for those who answer, who only take in what was agreed on."""
         self._number += 1
         me = self._post.replica
-        passive = [member for member in self._members if member % 2 == 1]
+        living = sorted({*self._members, me})
+        passive = living[1::2]
         peers: tuple[int, ...] = ()
-        if me % 2 == 0 and passive:
+        if me not in passive and passive:
             peers = (passive[int(draw(self.seed, me, self._number, "peer") * len(passive))],)
         self._open = SyncPlan(
             epoch=0,
@@ -74,7 +76,7 @@ class AdPsgd(Plain):
             return
         self._members = tuple(m for m in self._members if m != event.replica)
         for exchange in self._exchanges:
-            exchange.swap.forget(event.replica)
+            exchange.forget(event.replica)
             if self._open is not None and event.replica in self._open.peers:
                 exchange.cancel(self._open.epoch, self._open.number)
 

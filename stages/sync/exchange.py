@@ -104,6 +104,11 @@ class Exchange:
         """End one exchange, running or still to come."""
         self.inbox.cancel((epoch, number))
 
+    def forget(self, replica: int) -> None:
+        """A replica is gone: what it might have asked for is not kept."""
+        self.inbox.forget_sent(replica)
+        self.swap.forget(replica)
+
     def is_over(self, tag: tuple[int, int]) -> bool:
         """This stage has finished that exchange, or a later one."""
         return self.inbox.is_over(tag)
@@ -124,6 +129,8 @@ class Exchange:
 
     async def _run(self, plan: SyncPlan, vector: Any) -> SyncResult:
         start = asyncio.get_running_loop().time()
+        if plan.over >= 0:
+            self.inbox.release(plan.epoch, plan.over)
         if plan.keep or plan.op == "swap":
             vector = self._from_anchor(vector)
         try:

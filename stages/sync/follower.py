@@ -123,7 +123,7 @@ class Follower(Seat):
         if header.body["do"] == "drop":
             self._have.pop(source, None)
             self.exchange.updates.drop(source)
-            self.exchange.swap.forget(source)
+            self.exchange.forget(source)
         elif header.body["tag"] in self._have.get(source, {}):
             self._tell_have(source)
         else:

@@ -7,10 +7,12 @@ groups are disjoint and nobody waits in a circle.
     Group Buffer      a replica that is in a group already gets that one
     Group Division    else all idle replicas are divided, not only those who ask
     slowdown filter   without those who are `threshold` requests behind the one who asks and take
-                      longer for a step than it; a slow one who asks admits everybody, for it is
-                      there and nobody waits for it
+                      longer for a step and for sending than it; a slow one who asks admits
+                      everybody, for it is there and nobody waits for it
     isolation guard   groups of the last rounds must connect all; if not, the next one is a bridge
-    lease             a group that is not complete in time is cancelled, those who came go on
+    lease             a group that is not complete in time is cancelled, those who came go on; who
+                      did not come is in no group and not missed by the guard until it asks: it may
+                      have stopped, and everybody would wait for it in turn
 
 It may be restarted empty: requests register whoever it does not know, and a higher epoch voids
 the tickets of its former life.
@@ -31,6 +33,13 @@ from stages.sync.tickets import SOLO, Group, Member, Notice
 SLOWER = 1.5
 """So much longer are the steps of a slow one. Who only is behind waited for others: left out for
 it, it would ask when the others have just gone on, and come at every second turn for ever."""
+
+BRIDGE_LEASES = 8
+"""A bridge is waited for so much longer: it is there to reach the slow."""
+
+HELD_LEASES = 2
+"""So long the guard holds a replica until somebody is free whom it is apart from. Groups are over
+sooner, but for one that waits for letters which were lost."""
 
 
 class GroupGenerator:
@@ -66,7 +75,10 @@ class GroupGenerator:
     def register(self, replica: int, *, counter: int = 0, number: int = 0) -> None:
         """A replica exists; it may be put into groups before it asks for one."""
         if replica not in self._members:
-            self._members[replica] = Member(counter=counter, request=number, satisfied=number)
+            unfinished = {gid for gid, g in self._groups.items() if replica in g.members}
+            self._members[replica] = Member(
+                counter=counter, request=number, satisfied=number, unfinished=unfinished
+            )
             self._idle[replica] = None
 
     def request(self, replica: int, *, number: int, counter: int, now: float) -> list[Notice]:
@@ -83,16 +95,20 @@ class GroupGenerator:
         if number > member.request:
             member.request = number
             member.counter += 1
+            member.is_late = False
             if member.free_s is not None:
                 member.steps_s.append(now - member.free_s)
                 member.step_s, member.free_s = statistics.median(member.steps_s), None
-            self._guard.asked(self._members)
+            self._guard.asked([r for r, other in self._members.items() if not other.is_late])
             if member.group is not None and replica in self._groups[member.group].arrived:
                 self._leave_group(replica, member)  # it went on without telling
         return self._serve(replica, now)
 
-    def done(self, gid: int, replica: int, *, number: int, ok: bool, now: float) -> list[Notice]:
-        """A replica has applied the result of its group; or, not `ok`, will take no part in it."""
+    def done(
+        self, gid: int, replica: int, *, number: int, ok: bool, now: float, sent_s: float = 0.0
+    ) -> list[Notice]:
+        """A replica has applied the result of its group, for which its own letters took `sent_s`;
+        or, not `ok`, will take no part in it."""
         member, group = self._members.get(replica), self._groups.get(gid)
         if not ok:
             if group is None or replica not in group.members:
@@ -109,7 +125,7 @@ class GroupGenerator:
         if group is None or replica not in group.members or member.group != gid:
             return []
         group.done.add(replica)
-        member.free_s = now
+        member.free_s = now - sent_s
         self._release(replica, member)
         if len(group.done) == len(group.members):
             self._finish(gid, group)
@@ -159,15 +175,23 @@ class GroupGenerator:
             for gid, group in self._groups.items()
             if group.arrived
             and not group.is_complete
-            and not group.is_bridge
-            and now - min(group.arrived.values()) > limit_s
+            and now - min(group.arrived.values())
+            > limit_s * (BRIDGE_LEASES if group.is_bridge else 1)
         ]
         notices: list[Notice] = []
         for gid in late:
             if gid in self._groups:
-                self._patience.gave_up()
+                group = self._groups[gid]
+                if not group.is_bridge:
+                    self._patience.gave_up()
+                self._mark_late(set(group.members) - group.arrived.keys())
                 notices += self._cancel(gid, now=now)
         return notices
+
+    def _mark_late(self, replicas: Iterable[int]) -> None:
+        for replica in replicas:
+            self._members[replica].is_late = True
+            self._guard.forget(replica)
 
     def stats(self) -> dict[str, float]:
         return {name: float(count) for name, count in sorted(self.counts.items())}
@@ -204,8 +228,12 @@ class GroupGenerator:
     def _serve(self, replica: int, now: float) -> list[Notice]:
         member = self._members[replica]
         if member.group is None and self._guard.must_wait(replica, self._idle):
-            self._parked[replica] = None
-            return []
+            member.held_s = now if member.held_s is None else member.held_s
+            if now - member.held_s <= HELD_LEASES * self._patience.limit_s:
+                self._parked[replica] = None
+                return []
+            self._mark_late(self._guard.apart_from(replica))
+        member.held_s = None
         if member.group is None and not self._divide(replica):
             return self._solo_or_park(replica, member, now)
         assert member.group is not None
@@ -228,6 +256,7 @@ class GroupGenerator:
             members=self._groups[gid].members,
             request=self._members[replica].request,
             deadline_s=self._patience.limit_s,
+            over=min(self._members[replica].unfinished),
         )
 
     def _divide(self, initiator: int) -> bool:
@@ -256,6 +285,8 @@ class GroupGenerator:
 
     def _is_slow(self, other: Member, member: Member) -> bool:
         """Whether `member` had better not wait for the other one."""
+        if other.is_late:
+            return True
         if not self.threshold or member.counter - other.counter < self.threshold:
             return False
         if other.step_s is None or member.step_s is None:
@@ -267,6 +298,7 @@ class GroupGenerator:
         group = self._groups[gid] = Group(tuple(sorted(members)), is_bridge=is_bridge)
         for replica in group.members:
             self._members[replica].group = gid
+            self._members[replica].unfinished.add(gid)
             self._idle.pop(replica, None)
         self.counts["groups"] += 1
         return gid
@@ -312,11 +344,18 @@ class GroupGenerator:
 
     def _finish(self, gid: int, group: Group) -> None:
         del self._groups[gid]
+        self._end(gid, group)
         self._guard.met(group.members)
+
+    def _end(self, gid: int, group: Group) -> None:
+        for replica in group.members:
+            if replica in self._members:
+                self._members[replica].unfinished.discard(gid)
 
     def _cancel(self, gid: int, *, now: float, but: int | None = None) -> list[Notice]:
         """Void a group. Those who came get a smaller one; the others ask again."""
         group = self._groups.pop(gid)
+        self._end(gid, group)
         self.counts["cancelled"] += 1
         if group.done:
             self.counts["half_applied"] += 1

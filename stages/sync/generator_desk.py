@@ -72,6 +72,7 @@ class GeneratorDesk:
                     header.replica,
                     number=header.body["req"],
                     ok=bool(header.body.get("ok", True)),
+                    sent_s=float(header.body.get("sent_s", 0.0)),
                     now=self._now(),
                 )
             )
@@ -103,6 +104,7 @@ class GeneratorDesk:
                 "members": notice.members,
                 "req": notice.request,
                 "limit": notice.deadline_s,
+                "over": notice.over,
             }
             self._post.send(notice.to, "ticket", epoch=epoch, number=notice.gid, body=body)
 

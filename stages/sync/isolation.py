@@ -53,11 +53,13 @@ class IsolationGuard:
 
     def must_wait(self, initiator: int, idle: Collection[int]) -> bool:
         """Everybody whom the initiator is apart from is busy: it waits for one of them."""
-        own = self._part_of.get(initiator)
-        if own is None:
-            return False
-        others = [replica for replica, part in self._part_of.items() if part != own]
+        others = self.apart_from(initiator)
         return bool(others) and not any(replica in idle for replica in others)
+
+    def apart_from(self, replica: int) -> list[int]:
+        """Those whom no group of the last rounds connects it with."""
+        own = self._part_of.get(replica)
+        return [] if own is None else [r for r, part in self._part_of.items() if part != own]
 
     def bridge(self, initiator: int, idle: Iterable[int]) -> list[int]:
         """One idle replica of each part that the initiator's is apart from, if any."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from stages.sync.all_reduce import AllReduce
-from stages.sync.strategy import At, SyncPlan
+from stages.sync.strategy import At, State, SyncPlan
 
 
 class Local(AllReduce):
@@ -36,3 +36,11 @@ class QuantizedAdam(AllReduce):
 
     async def plan(self, k: int) -> SyncPlan:
         return replace(await super().plan(k), exact=k < self.warmup)
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "warmup": self.warmup}
+
+    def load_state_dict(self, state: State) -> None:
+        """What was saved counts: the variance was, or will be, frozen then."""
+        super().load_state_dict(state)
+        self.warmup = int(state.get("warmup", self.warmup))

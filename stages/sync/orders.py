@@ -166,6 +166,10 @@ class RemoteExchange:
             if self._running is not None and self._running[0] == tag:
                 _end(self._running[1])
 
+    def forget(self, replica: int) -> None:
+        """A replica is gone."""
+        self.swap.forget(replica)
+
     def is_over(self, tag: tuple[int, int]) -> bool:
         """The stage has finished that exchange, or a later one."""
         return tag <= self._floor

@@ -58,6 +58,11 @@ class Post:
         self.fp32_nbytes = 0
         """What the tensors sent so far would have taken in fp32; whoever reads it may clear it."""
 
+        self.sending_s = 0.0
+        """How long the uplink took for bulk letters so far, as far as it is shaped; whoever reads
+        it may clear it."""
+
+        self._free_at = 0.0  # when the last bulk letter has left
         self._link_to = link_to
         self._wire = wire
         self._num_sent = 0
@@ -110,7 +115,12 @@ class Post:
             num_values = packet.meta.get("num_values") or math.prod(packet.shape)
             self.fp32_nbytes += 4 * int(num_values) * len(targets)
         for target in targets:
-            self._link_to(target).send(frame, kind=header.kind)
+            link = self._link_to(target)
+            link.send(frame, kind=header.kind)
+            if packet is not None and link.busy_until > self._free_at:
+                now = asyncio.get_running_loop().time()
+                self.sending_s += max(0.0, link.busy_until - max(now, self._free_at))
+                self._free_at = link.busy_until
         return frame_nbytes(frame) * len(targets)
 
     def on_frame(self, frame: Any) -> None:
@@ -192,7 +202,8 @@ class Inbox:
         """The exchange is over: letters of it and of earlier ones are of no use any more.
 
         What was sent in it is kept until the next one *with the same peer* is over, which proves
-        that the peer had it: others may come between, while it still asks.
+        that the peer had it: others may come between, while it still asks. Where somebody knows
+        that all have it, `release` says so sooner: of many peers each is met again late.
         """
         self._loss_before = max(0, self.loss_of(tag) - 1)
         self._floor = max(self._floor, tag)
@@ -206,6 +217,20 @@ class Inbox:
             self._sent[target] = {key: v for key, v in own.items() if key[1:3] >= tag}
         self._written_to.clear()
         self._cancelled = {cancelled for cancelled in self._cancelled if cancelled > self._floor}
+
+    def release(self, epoch: int, number: int) -> None:
+        """Exchanges of an epoch before `number` are over everywhere: none will be asked about."""
+        for target, own in list(self._sent.items()):
+            kept = {k: v for k, v in own.items() if k[1] != epoch or k[2] >= number}
+            if kept:
+                self._sent[target] = kept
+            elif target not in self._written_to:
+                del self._sent[target]
+
+    @property
+    def num_kept(self) -> int:
+        """Letters that are kept in case they are asked for again."""
+        return sum(map(len, self._sent.values()))
 
     def forget_sent(self, target: int) -> None:
         """A peer has all that was sent to it, or is gone."""

@@ -83,6 +83,7 @@ class Ripples(Plain):
             op="reduce",
             peers=tuple(header.body["members"]),
             keep=True,
+            over=int(header.body["over"]),
             deadline_s=float(header.body["limit"]),
         )
 
@@ -101,6 +102,9 @@ class Ripples(Plain):
 
     def on_member(self, event: MemberEvent) -> None:
         """The generator hears of it too, and cancels what must be."""
+        if event.kind == "dead":
+            for exchange in self._exchanges:
+                exchange.forget(event.replica)
 
     def stats(self) -> dict[str, float]:
         return {"orphaned": float(self.num_orphaned), "requests": float(self._request)}
@@ -177,7 +181,9 @@ class Ripples(Plain):
 
     def _done(self, epoch: int, gid: int, *, ok: bool) -> None:
         body: dict[str, Any] = {"req": self._request}
-        if not ok:
+        if ok:
+            body["sent_s"], self._post.sending_s = self._post.sending_s, 0.0
+        else:
             body["ok"] = False
         self._post.send(GENERATOR, "done", epoch=epoch, number=gid, body=body)
 

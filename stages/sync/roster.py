@@ -51,6 +51,7 @@ class Roster(Plain):
         self._coming.pop(event.replica, None)
         for exchange in self._exchanges:
             exchange.refuse_before(event.epoch)
+            exchange.forget(event.replica)
 
     def state_dict(self) -> State:
         return {

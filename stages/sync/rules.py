@@ -8,9 +8,17 @@ momentum) lives here, one part at every stage of every replica.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from stages.sync.strategy import State, SyncResult
+
+FLOOR = 0.04
+"""Of its tensor's mean the least that a frozen variance is: a coordinate that the warm-up hardly
+saw moves at most 5 times as fast as others with the same gradient, not `1 / eps` times."""
 
 
 class Shard(Protocol):
@@ -122,7 +130,8 @@ class FrozenAdam:
         always:   p -= lr (u' / (sqrt(v') + eps) + weight_decay p)
 
     Both errors, the worker's and the owner's, are kept by the codec (`+ef`). In the warm-up u' and
-    v' are corrected for their start at zero; v' then stays, u' needs no correction any more.
+    v' are corrected for their start at zero; v' then stays, u' needs no correction any more. Where
+    nothing was seen until then v' is next to nothing, and would stay it: see `FLOOR`.
     """
 
     updates = True
@@ -144,6 +153,7 @@ class FrozenAdam:
         self.count = 0
         self._mean: Any = None
         self._variance: Any = None
+        self._sizes: Sequence[int] = ()
 
     def open(self, anchor: Any) -> None:
         """Momenta start at zero, wherever the parameters do."""
@@ -151,6 +161,10 @@ class FrozenAdam:
     def decay_only(self, mask: Any) -> None:
         """Weight decay where `mask` is 1, none where it is 0."""
         self._decay = self._decay * mask
+
+    def cut_at(self, sizes: Sequence[int]) -> None:
+        """How many values of the vector belong to each tensor; else it is one tensor."""
+        self._sizes = tuple(sizes)
 
     def outgoing(self, shard: Shard, k: int) -> Any:
         gradient = shard.gradients()
@@ -166,6 +180,8 @@ class FrozenAdam:
         if self.count <= self.warmup:
             self._mean = self._beta1 * self._mean + (1 - self._beta1) * value
             self._variance = self._beta2 * self._variance + (1 - self._beta2) * value * value
+            if self.count == self.warmup:
+                self._freeze()
         else:
             self._mean = value
         steps = min(self.count, self.warmup)
@@ -174,11 +190,25 @@ class FrozenAdam:
         step = mean / (root + self._eps) + self._decay * parameters
         shard.set_parameters(parameters - shard.lr(k) * step)
 
+    def _freeze(self) -> None:
+        variance = self._variance
+        if not isinstance(variance, Tensor) or not variance.numel():
+            return  # in a simulation it may be nothing but a size
+        whole = variance.mean()
+        parts = torch.split(variance, list(self._sizes) or [variance.numel()])
+        means = [part.mean() if part.numel() else whole for part in parts]
+        # A tensor that was not used at all has no scale of its own.
+        floors = [FLOOR * (mean if mean > 0 else whole) for mean in means]
+        self._variance = torch.cat(
+            [torch.maximum(part, floor) for part, floor in zip(parts, floors, strict=True)]
+        )
+
     def state_dict(self) -> State:
         if self._mean is None:
-            return {"count": 0}
+            return {"count": 0, "warmup": self.warmup}
         return {
             "count": self.count,
+            "warmup": self.warmup,
             "mean": self._mean.clone(),
             "variance": self._variance.clone(),
         }
@@ -187,3 +217,7 @@ class FrozenAdam:
         self.count = int(state["count"])
         self._mean = state["mean"].clone() if self.count else None
         self._variance = state["variance"].clone() if self.count else None
+        if "warmup" in state:  # a run with more steps than before would have another
+            self.warmup = int(state["warmup"])
+        elif self.count >= self.warmup:  # saved by a version without a floor
+            self._freeze()

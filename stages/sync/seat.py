@@ -59,6 +59,7 @@ class Seat:
         self.rule.open(anchor)
         if isinstance(self.rule, FrozenAdam):
             self.rule.decay_only(self.shard.decayed())
+            self.rule.cut_at(self.shard.sizes())
         self._plan: StepPlan | None = None
         self._factor = 0.0
         self._norm = 0.0

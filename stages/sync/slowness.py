@@ -54,6 +54,17 @@ def parse_slow(text: str | Iterable[str], *, num_replicas: int) -> tuple[Slownes
     return tuple(_parse_one(part.strip(), num_replicas) for part in texts if part.strip())
 
 
+def parse_slow_link(text: str, *, num_replicas: int) -> tuple[Slowness, ...]:
+    """Uplinks that are slow: of replicas by name, and always."""
+    found = parse_slow(text, num_replicas=num_replicas)
+    for one in found:
+        if one.replica is None:
+            raise SlownessError(
+                f"slow link {str(one)!r}: a link is slow all the time; write '2:{one.factor:g}x'"
+            )
+    return found
+
+
 def slow_factor(slow: Iterable[Slowness], replica: int, step: int, *, seed: int) -> float:
     """All causes together."""
     factor = 1.0

@@ -58,6 +58,10 @@ class StageShard:
             [torch.full_like(p, float(p.dim() >= 2)).detach() for p in self._compute.parameters]
         )
 
+    def sizes(self) -> list[int]:
+        """Values of each parameter."""
+        return [parameter.numel() for parameter in self._compute.parameters]
+
     def update(self, k: int) -> None:
         """Never asked for: the stage makes the update itself, at its commit."""
         raise AssertionError("a stage updates at its commit")

@@ -46,6 +46,10 @@ class SyncPlan:
     versions: Mapping[int, int] = field(default_factory=dict)
     """`mailbox`: which update of each neighbour is mixed; fixed by the leader for all stages."""
 
+    over: int = -1
+    """Exchanges of this epoch with lower numbers are over at all their members: nobody will ask for
+    letters of them again."""
+
     deadline_s: float = 60.0
     """After so long without a letter the sender is asked again and suspected."""
 
@@ -102,6 +106,7 @@ class Exchanger(Protocol):
     def refuse_before(self, epoch: int) -> None: ...
     def cancel(self, epoch: int, number: int) -> None: ...
     def is_over(self, tag: tuple[int, int]) -> bool: ...
+    def forget(self, replica: int) -> None: ...
 
 
 class SyncStrategy(Protocol):

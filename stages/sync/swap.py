@@ -4,7 +4,8 @@
 
 where Q is what the other one reads, so the sum of the two stays what it was under any codec. The
 one who is asked speaks for its parameters of the last flush and what has been agreed on since, and
-adds that at its next flush. An answer is kept: asked again, it is given again and counts once.
+adds that at its next flush. An answer is kept until the other one has it: asked again, it is given
+again and counts once.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class Swap:
         self._lane = lane
         self._base: Any = None
         self._pending: Any = None
-        self._answers: dict[int, tuple[tuple[int, int], Packet]] = {}
+        self._answers: dict[int, tuple[tuple[int, int], Packet | None]] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self.num_answered = 0
         post.handlers["meet"] = self._on_meet
+        post.handlers["got"] = self._on_got
 
     def open(self, vector: Any) -> None:
         """What this stage speaks for before its first flush."""
@@ -60,6 +62,7 @@ class Swap:
         nbytes = self._inbox.send(peer, "meet", tag, part=0, packet=packet)
         (answer,) = await self._inbox.collect("met", tag, [(0, peer)], limit_s=plan.deadline_s)
         self._inbox.forget_sent(peer)  # the answer proves that the question came
+        self._post.send(peer, "got", epoch=tag[0], number=tag[1])
         other = await self._lane.run("decode", "swap", -1, coder.decode, answer)
         half = coder.combine([other, own], [0.5, -0.5])
         self._base = coder.combine([self._base, half], [1.0, 1.0])
@@ -94,6 +97,13 @@ class Swap:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
+    def _on_got(self, header: FrameHeader, packet: Packet | None) -> None:
+        """The answer arrived: what is kept is that it was given. A word that is lost costs memory
+        until the next meeting."""
+        tag, found = (header.generation, header.step), self._answers.get(header.replica)
+        if found is not None and found[0] == tag:
+            self._answers[header.replica] = (tag, None)
+
     async def _take_part(self, header: FrameHeader, packet: Packet) -> None:
         source, tag = header.replica, (header.generation, header.step)
         async with self._turn:
@@ -124,5 +134,7 @@ class Swap:
         coder.commit()
         return answer, coder.combine([other, own], [0.5, -0.5])
 
-    def _answer(self, target: int, tag: tuple[int, int], packet: Packet) -> None:
+    def _answer(self, target: int, tag: tuple[int, int], packet: Packet | None) -> None:
+        if packet is None:
+            return  # it has it
         self._post.send(target, "met", epoch=tag[0], number=tag[1], packet=packet)

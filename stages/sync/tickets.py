@@ -23,6 +23,8 @@ class Notice:
     members: tuple[int, ...] = ()
     request: int = 0
     deadline_s: float = 0.0
+    over: int = -1
+    """Of the groups that it was in those with lower numbers are over for all their members."""
 
 
 @dataclass(slots=True)
@@ -35,14 +37,23 @@ class Member:
 
     satisfied: int = 0
     group: int | None = None
+    unfinished: set[int] = field(default_factory=set)
+    """Groups that it was put into and that are not over for all their members."""
+
     free_s: float | None = None
-    """When it went on to the step that it computes now."""
+    """When it went on to the step that it computes now, less what it had sent before."""
 
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_STEPS))
-    """What its last steps took, without its waiting for others."""
+    """What its last steps took, with its own sending and without its waiting for others."""
 
     step_s: float | None = None
     """Their median."""
+
+    held_s: float | None = None
+    """Since when the guard lets it wait for somebody to be free whom it is apart from."""
+
+    is_late: bool = False
+    """The lease of its group ran out before it came: until it asks, no group is made with it."""
 
 
 @dataclass(slots=True)
@@ -59,7 +70,7 @@ class Group:
     """Who waits in vain for one of those, and since when."""
 
     is_bridge: bool = False
-    """Joins replicas that were apart: a slow one is waited for, there is no lease."""
+    """Joins replicas that were apart: a slow one is waited for, the lease is longer."""
 
     @property
     def is_complete(self) -> bool:

@@ -13,7 +13,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,13 @@ from stages.sync.jobs import NUM_VALUES, Classify, JobTrainer, mean_model
 from stages.sync.payload import VectorCoder
 from stages.sync.priced import PRICED_WIRE, PricedCoder, scaled_wire
 from stages.sync.problems import ComputeTime, Priced, VectorShard
-from stages.sync.slowness import draw, parse_slow, slow_factor
+from stages.sync.slowness import (
+    SlownessError,
+    draw,
+    parse_slow,
+    parse_slow_link,
+    slow_factor,
+)
 from stages.sync.strategies import Assembly, SyncSpec, check_spec
 from stages.sync.strategy import SyncResult
 
@@ -54,6 +60,19 @@ class Costs:
     """Of every node's uplink."""
 
     latency_s: float = 0.02
+
+    slow_link: str = ""
+    """Whose uplink is how many times slower than that, written as `--slow` is: 2:10x."""
+
+    def topology(self, num: int) -> Topology:
+        """Equal links, but for those that are slow."""
+        even = Topology.uniform(
+            num_nodes(num), bandwidth_bps=self.bandwidth_bps, latency_s=self.latency_s
+        )
+        uplinks = list(even.uplinks_bps)
+        for one in parse_slow_link(self.slow_link, num_replicas=num):
+            uplinks[one.replica or 0] /= one.factor
+        return replace(even, uplinks_bps=tuple(uplinks))
 
     def compute_time(self, num: int, slow: str, seed: int) -> ComputeTime:
         """Seconds of every replica's steps; every strategy meets the same ones."""
@@ -124,6 +143,11 @@ def run_trial(
     check_spec(sync, num_replicas)
     costs = costs or Costs()
     if is_lock_step(sync) and num_replicas > LETTERS:
+        if costs.slow_link:
+            raise SlownessError(
+                f"slow link {costs.slow_link!r}: the clock of {sync.name} is computed above "
+                f"{LETTERS} replicas, for equal links; give {LETTERS} or fewer, not {num_replicas}"
+            )
         return _compute_trial(sync, num_replicas, slow, seconds, costs, seed)
     compute_s = costs.compute_time(num_replicas, slow, seed)
     job = Classify(num_replicas, seed=seed)
@@ -210,10 +234,8 @@ def make_fleet(
     trainers: Sequence[JobTrainer] = (),
     on_step: object = None,
 ) -> Fleet:
-    """Replicas over equal links; without trainers they are nothing but their costs."""
-    topology = Topology.uniform(
-        num_nodes(num_replicas), bandwidth_bps=costs.bandwidth_bps, latency_s=costs.latency_s
-    )
+    """Replicas over their links; without trainers they are nothing but their costs."""
+    topology = costs.topology(num_replicas)
     watch: dict[str, object] = {"on_step": on_step} if on_step is not None else {}
     if not trainers:
         nbytes = costs.model_nbytes

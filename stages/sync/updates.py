@@ -3,7 +3,8 @@
 An update of a lossy codec is a difference against what the sender published before, its *public
 copy*, which every neighbour holds too; what rounding loses stays in the difference to the next
 one. Each letter names the tag it builds on, so letters may come in any order and more than once. A
-receiver that lacks the base gets a cold one, the public copy as it is. Exact codecs send it always.
+receiver that lacks the base asks for it at once and gets a cold one, the public copy as it is, or,
+where that is forgotten, the newest. Exact codecs send it always.
 
 Mixing with fixed weights and public copies, `x_i += sum_j W_ij (public_j - public_i)`, keeps the
 mean of the replicas exact, whatever the codec loses.
@@ -49,7 +50,10 @@ class Updates:
         self._sent_to: dict[int, int] = {}
         self._versions: dict[int, dict[int, Any]] = {}
         self._floor: dict[int, int] = {}
-        self._early: dict[int, list[tuple[FrameHeader, Packet]]] = {}
+        self._early: dict[int, dict[int, tuple[FrameHeader, Packet]]] = {}
+        """By source and tag: differences whose base is not here, the latest `history` of them."""
+
+        self._reading: set[tuple[int, int]] = set()  # source and tag of what is being decoded
         self._busy: asyncio.Task[None] | None = None
         self._decoding: set[asyncio.Task[None]] = set()
         self.num_duplicates = 0
@@ -92,6 +96,9 @@ class Updates:
         newest = max(versions, default=START)
         for old in [t for t in versions if t < tag and t != newest]:
             del versions[old]
+        early = self._early.get(source, {})
+        for old in [t for t in early if t < tag]:
+            del early[old]
         if self.lost:
             self.lost = {(j, t) for j, t in self.lost if j != source or t >= tag}
 
@@ -103,6 +110,19 @@ class Updates:
     def ask(self, source: int, tag: int) -> None:
         """An update did not come: ask for it, as it is."""
         self._post.send(source, "want", number=tag)
+
+    def _keep_early(self, source: int, header: FrameHeader, packet: Packet) -> None:
+        """Keep a difference until its base is here, and ask for what the first of them builds on:
+        by tag, it may be that a neighbour whom nobody waits for will never be asked for again."""
+        early = self._early.setdefault(source, {})
+        early[header.step] = (header, packet)
+        while len(early) > self._history:
+            del early[min(early)]
+        first = early[min(early)][0]
+        base = first.body["last"]
+        if (source, base) in self._reading:
+            return
+        self.ask(source, base if base >= self._floor.get(source, START) else first.step)
 
     def tags_of(self, source: int) -> set[int]:
         """Versions of a neighbour that are here."""
@@ -184,10 +204,12 @@ class Updates:
 
     def _on_want(self, header: FrameHeader, packet: Packet | None) -> None:
         tags = sorted(self._published)
-        if header.step in self._published:
-            place = tags.index(header.step)
-            last = tags[place - 1] if place else header.step - 1
-            self._send(header.replica, header.step, last, cold=True, packet=None, is_answer=True)
+        if not tags or header.step > tags[-1]:
+            return  # it will come
+        tag = header.step if header.step in self._published else tags[-1]
+        place = tags.index(tag)
+        last = tags[place - 1] if place else tag - 1
+        self._send(header.replica, tag, last, cold=True, packet=None, is_answer=True)
 
     def _on_update(self, header: FrameHeader, packet: Packet | None) -> None:
         assert packet is not None
@@ -201,18 +223,25 @@ class Updates:
         if tag in versions or tag < self._floor.get(source, START):
             self.num_duplicates += 1
             return
-        vector = await self._lane.run("decode", "update", -1, self._coder.decode, packet)
-        last = header.body["last"]
-        if not header.body.get("cold"):
-            if last not in versions:
-                self._early.setdefault(source, []).append((header, packet))
-                return
-            vector = self._coder.combine([versions[last], vector], [1.0, 1.0])
+        last, cold = header.body["last"], bool(header.body.get("cold"))
+        if not cold and last not in versions:
+            self._keep_early(source, header, packet)
+            return
+        base = None if cold else versions[last]
+        self._reading.add((source, tag))
+        try:
+            vector = await self._lane.run("decode", "update", -1, self._coder.decode, packet)
+        finally:
+            self._reading.discard((source, tag))
+        if base is not None:
+            vector = self._coder.combine([base, vector], [1.0, 1.0])
         if source not in self._versions or tag in versions:
             return  # gone, or here, meanwhile
         versions[tag] = vector
         if "loss" in header.body:
             self.lost.add((source, tag))
         self.on_update(source, tag, last)
-        for waiting in self._early.pop(source, []):
-            await self._take_in(*waiting)
+        early = self._early.get(source, {})
+        for other, (waiting, _) in sorted(early.items()):
+            if waiting.body["last"] in versions and other in early:
+                await self._take_in(*early.pop(other))

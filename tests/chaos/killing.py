@@ -18,6 +18,7 @@ from ray_pipe.config import RunConfig
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
+from ray_pipe.saving import Save
 from ray_pipe.workload import gpt_workload
 from stages.mishap import INJECTED, LinkFault, Mishap
 from stages.schedule import actions_of
@@ -66,6 +67,8 @@ class Ended:
     failures: list[Failure] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     wall_s: float = 0.0
+    saved: list[Any] | None = None
+    """What became of the state after the last step, if it was to be saved."""
 
     @property
     def injected(self) -> list[str]:
@@ -84,16 +87,26 @@ def train(
     mishaps: Sequence[tuple[int, Mishap]] = (),
     link_faults: Sequence[tuple[int, LinkFault]] = (),
     transport: str = "push",
+    folder: Path | None = None,
 ) -> Ended:
-    """Train the arm with faults on the given actors, which may be others afterwards."""
+    """Train the arm with faults on the given actors, which may be others afterwards.
+
+    With a folder, stages are told to save their state after each step that is sent to them.
+    """
     arm = replace(arm, mishaps=tuple(mishaps), link_faults=tuple(link_faults))
     start = time.monotonic()
     pipeline = TRANSPORTS[transport](actors, arm, epoch_s=time.time())
+    saves: list[Save] = []
+    if folder is not None:
+        pipeline.on_sent = lambda step: saves.append(
+            pipeline.start_save(f"step {step}", step, str(folder / str(len(saves))))
+        )
     losses: list[float | None] = []
     events: list[str] = []
     for records in pipeline.train():
         losses.append(records[-1].loss)
         events += [event for record in records for event in record.events]
+    pipeline.on_sent = None
     weights = [state["module"] for state in pipeline.state_dicts()]
     return Ended(
         losses=losses,
@@ -101,6 +114,7 @@ def train(
         failures=pipeline.failures,
         events=events,
         wall_s=time.monotonic() - start,
+        saved=saves[-1].results(wait=True) if saves else None,
     )
 
 

@@ -22,7 +22,7 @@ from killing import note_end
 
 from stages.crowding import crowding
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.chaos]
 
 RESULTS = os.environ.get("RAY_PIPE_RECOVERY_RESULTS")
 STEPS = 12
@@ -165,6 +165,22 @@ def test_a_killed_driver_is_resumed_to_the_same_losses(
     assert again.end() == 0, again.output()
     assert again.losses == unbroken
     assert 3 <= again.results["resumed"]["acsgd"] <= 9
+
+
+def test_a_killed_driver_that_was_not_told_to_save_has_saved_by_time(
+    unbroken: list[float], tmp_path: Path
+) -> None:
+    often = ("--set", "checkpoint.automatic=1s")
+    run = Run(tmp_path, "run", *often)
+    run.wait_for_step(8)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.end()
+
+    again = Run(tmp_path, "run", *often, "--resume", "auto")
+
+    assert again.end() == 0, again.output()
+    assert again.losses == unbroken
+    assert again.results["resumed"]["acsgd"] >= 1
 
 
 def test_without_boxes_a_killed_stage_goes_back_to_the_checkpoint(

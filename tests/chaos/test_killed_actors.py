@@ -161,6 +161,19 @@ def test_stages_that_stop_all_at_once_are_replaced(pool: Pool) -> None:
     assert failure.at_s < 45.0
 
 
+@pytest.mark.parametrize("deed", ["kill", "stop"])
+def test_while_a_checkpoint_is_due_only_the_lost_stage_is_replaced(
+    pool: Pool, deed: str, tmp_path: Path
+) -> None:
+    """The others wait for it for a minute, and with them what they shall save after the step:
+    whether they are there is asked, and answered, all the same."""
+    ended = pool.check(f"{deed} while saving", mishaps=[(1, at("F1", deed=deed))], folder=tmp_path)
+
+    (failure,) = ended.failures
+    assert failure.replaced == (1,)
+    assert [type(one).__name__ for one in ended.saved or []] == ["FileNote"] * STAGES
+
+
 def test_a_stage_stopped_before_it_is_set_up_ends_the_run_by_name(cluster: None) -> None:
     with StageActors(2) as actors:
         pid = ray.get(actors.handles[1].ping.remote())

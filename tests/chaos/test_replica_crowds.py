@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from netsim.clock import run_virtual
 from netsim.faults import FaultyLink
+from stages.sync import generator
 from stages.sync.fleet import Fleet
+from stages.sync.generator import GroupGenerator
 from stages.sync.problems import Priced
 from stages.sync.strategies import STRATEGIES, SyncSpec
 from tests.unit.fleets import priced, slow_net, uniform_time
@@ -152,3 +155,58 @@ def test_lost_letters_cost_a_deadline_each_and_deadlines_do_not_run_away(
     # What runs away does so with time. An all-reduce of 8 waits for all of 112 letters.
     pace = 2 * (min(whole.values()) - min(half.values())) / min(unbroken.values())
     assert pace > least, f"{pace:.2f} of the unbroken pace"
+
+
+def silent_at_20(seconds: float, *, sync: SyncSpec = SPECS["ripples"]) -> tuple[Fleet, list[Any]]:
+    """Replica 3 computes its step 20 for so long; groups formed and iterations at some times."""
+    found: list[Any] = []
+    base = uniform_time(NUM)
+
+    async def main() -> Fleet:
+        parts = priced(NUM, lambda r, k: seconds if (r, k) == (3, 20) else base(r, k))
+        fleet = Fleet(sync=sync, topology=slow_net(NUM, rate_bps=1e6), **parts)
+
+        def look() -> None:
+            groups = fleet.generator.generator.counts["groups"]  # type: ignore[union-attr]
+            found.append((groups, [replica.k for replica in fleet.replicas.values()]))
+
+        for at_s in (100.0, 300.0):
+            asyncio.get_running_loop().call_later(at_s, look)
+        await fleet.run_for(301.0)
+        return fleet
+
+    return run_virtual(main()), found
+
+
+def averages_a_step(found: list[Any]) -> float:
+    (before, then), (after, now) = found
+    return float((after - before) / (now[1] - then[1]))
+
+
+@pytest.mark.parametrize("rounds", [16, 0], ids=["guard", "no guard"])
+def test_one_silent_replica_does_not_end_the_averaging_of_the_others(rounds: int) -> None:
+    fleet, found = silent_at_20(1e9, sync=replace(SPECS["ripples"], isolation_rounds=rounds))
+
+    steps = [now - then for then, now in zip(found[0][1], found[1][1], strict=True)]
+    assert min(steps[:3] + steps[4:]) >= 150  # they average at their own pace of 1.17 s a step
+    assert averages_a_step(found) > 2.5  # seven replicas, in pairs and one group of three
+    assert all(replica.strategy.stats()["orphaned"] == 0 for replica in fleet.replicas.values())
+
+
+def test_the_mutant_that_goes_on_missing_the_silent_one_ends_all_averaging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GroupGenerator, "_mark_late", lambda self, replicas: None)
+    monkeypatch.setattr(generator, "BRIDGE_LEASES", 1e9)
+    monkeypatch.setattr(generator, "HELD_LEASES", 1e9)
+
+    assert averages_a_step(silent_at_20(1e9)[1]) < 0.5
+
+
+def test_whoever_was_silent_and_asks_again_is_averaged_with() -> None:
+    fleet, found = silent_at_20(60.0)
+
+    assert found[1][1][3] - found[0][1][3] >= 150
+    assert fleet.generator is not None
+    assert not fleet.generator.generator._members[3].is_late
+    assert len(fleet.replicas[3].groups[0]) >= 2

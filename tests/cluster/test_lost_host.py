@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster.rig import Rig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.quiet]  # silence is real time
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NUM_HOSTS, STEPS, EVERY, FATAL = 3, 40, 4, 10
 STAGE = re.compile(r"^ray::(PipelineStage|SpareStage|acsgd step)", re.MULTILINE)

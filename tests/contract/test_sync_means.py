@@ -25,7 +25,7 @@ from stages.sync.post import Inbox
 from stages.sync.problems import ModuleShard, ModuleTrainer
 from stages.sync.replica import Replica
 from stages.sync.ripples import ruler
-from stages.sync.rules import OuterStep
+from stages.sync.rules import FrozenAdam, OuterStep
 from stages.sync.strategies import SyncSpec
 from stages.sync.swap import Swap
 from tests.unit.fleets import mean_of, quadratics, run_fleet, shuffled, slow_net, uniform_time
@@ -140,7 +140,13 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def loss_after(sync: SyncSpec, make: Callable[[], nn.Module], *, num: int = 8) -> float:
+def loss_after(
+    sync: SyncSpec,
+    make: Callable[[], nn.Module],
+    *,
+    num: int = 8,
+    lr: float = 0.2,
+) -> float:
     """Loss of the mean model on IID shards after equally many samples."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(1024, 10, generator=generator)
@@ -158,8 +164,8 @@ def loss_after(sync: SyncSpec, make: Callable[[], nn.Module], *, num: int = 8) -
         module = make()
         trainers.append(
             ModuleTrainer(
-                replica, module, loss_at=loss_at, lr=0.2, compute_s=uniform_time(num),
-                optimizer=torch.optim.SGD(module.parameters(), lr=0.2),
+                replica, module, loss_at=loss_at, lr=lr, compute_s=uniform_time(num),
+                optimizer=torch.optim.SGD(module.parameters(), lr=lr),
             )
         )  # fmt: skip
 
@@ -212,6 +218,68 @@ def test_14_mutant_the_wrong_sign_of_the_pseudo_gradient(monkeypatch: Any) -> No
 
     with pytest.raises(AssertionError, match="local"):
         assert_same_loss("local", mlp, exact)
+
+
+DILOCO = SyncSpec(name="local", local_steps=4, outer_lr=0.7, outer_momentum=0.5)
+"""Ten outer steps: with a momentum of 0.9 they would hardly have begun."""
+
+
+def assert_diloco_keeps_up(make: Callable[[], nn.Module]) -> None:
+    """Its steps are `outer_lr / (1 - outer_momentum)` times as long, so the inner rate is less."""
+    exact = all_reduced(make)
+    found = loss_after(DILOCO, make, lr=0.2 * (1 - DILOCO.outer_momentum) / DILOCO.outer_lr)
+    assert found == pytest.approx(exact, rel=0.02), f"diloco: {found:.4f}, not {exact:.4f}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [logistic, mlp])
+def test_14_diloco_reaches_the_same_loss_at_equal_epochs(make: Any) -> None:
+    assert_diloco_keeps_up(make)
+
+
+def test_14_mutant_an_outer_step_without_its_momentum(monkeypatch: Any) -> None:
+    monkeypatch.setattr(OuterStep, "incoming", plain_outer_step)
+
+    with pytest.raises(AssertionError, match="diloco"):
+        assert_diloco_keeps_up(mlp)
+
+
+def plain_outer_step(self: OuterStep, shard: Any, k: int, result: Any) -> None:
+    self.anchor = self.anchor - self.lr * result.value
+    shard.set_parameters(self.anchor)
+
+
+ADAM = SyncSpec(name="quantized-adam", warmup=10, codec=CodecSpec(name="directq", bits=4))
+
+
+@cache
+def agreed_exactly(make: Callable[[], nn.Module]) -> float:
+    """With momenta as they are: what is frozen then is the same, and only bits differ."""
+    return loss_after(replace(ADAM, codec=CodecSpec(name="fp32")), make, lr=0.02)
+
+
+def assert_four_bits_lose_nothing(make: Callable[[], nn.Module]) -> None:
+    exact, found = agreed_exactly(make), loss_after(ADAM, make, lr=0.02)
+    assert found == pytest.approx(exact, rel=0.02), f"4 bits: {found:.4f}, not {exact:.4f}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [logistic, mlp])
+def test_14_quantized_adam_reaches_the_loss_of_exact_momenta_at_equal_epochs(make: Any) -> None:
+    assert_four_bits_lose_nothing(make)
+
+
+def test_14_mutant_a_gradient_that_quantized_adam_counts_twice(monkeypatch: Any) -> None:
+    agreed_exactly(mlp)
+    right = FrozenAdam.outgoing
+
+    def twice(self: FrozenAdam, shard: Any, k: int) -> Any:
+        return right(self, shard, k) + (0.1 * shard.gradients() if k >= ADAM.warmup else 0.0)
+
+    monkeypatch.setattr(FrozenAdam, "outgoing", twice)
+
+    with pytest.raises(AssertionError, match="4 bits"):
+        assert_four_bits_lose_nothing(mlp)
 
 
 # --- 15: all stages have the same members ---------------------------------------------------------

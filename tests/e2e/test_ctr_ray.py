@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ray_pipe import rec
-from ray_pipe.checkpoint_files import MANIFEST, CheckpointError
+from ray_pipe.checkpoint_files import MANIFEST, CheckpointError, CheckpointStore
 from ray_pipe.cluster import StageActors, nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_run import run
 from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
-from ray_pipe.errors import ConfigError
+from ray_pipe.errors import ConfigError, lost_checkpoints
 from ray_pipe.plans import optim_spec
 from ray_pipe.shards import Shards
 from ray_pipe.trainer import Silent
@@ -30,6 +30,7 @@ from stages.embedding.shard_stream import read_shard
 from stages.embedding.step_clicks import pool
 from stages.loss import binary_cross_entropy
 from stages.optim import make_optimizer, set_lr
+from stages.storage import StorageError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -279,3 +280,34 @@ def test_rows_go_from_a_run_to_one_process_and_back(cluster: None, tmp_path: Pat
     assert ours_then["losses"][0][2] == theirs_then["losses"][0][2]
     assert ours_then["losses"][0][2] != arm["losses"][0][2]
     assert ours_then["staleness_histogram"] == arm["staleness_histogram"]  # its own steps only
+
+
+def test_a_click_run_keeps_spares_and_says_when_its_last_state_is_lost(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, started = CheckpointStore.commit, []
+
+    class Noted(StageActors):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            started.append(options)
+            super().__init__(*args, **options)
+
+    def refuse(store: Any, place: Any, aside: Any, manifest: Any) -> Any:
+        if manifest.step == 4:
+            raise StorageError(28, "the disk is full")
+        return commit(store, place, aside, manifest)
+
+    monkeypatch.setattr(CheckpointStore, "commit", refuse)
+    monkeypatch.setattr("ray_pipe.driver.StageActors", Noted)
+    monkeypatch.setattr("ray_pipe.checkpoint.FINAL_PAUSE_S", 0.0)
+    own = config(
+        **{"out": str(tmp_path), "name": "clicks", "steps": 4, "checkpoint.every": 2,
+           "faults.spares": 2, "faults.spare_after_s": "3s"}
+    )  # fmt: skip
+    results = run(own, Silent()).results
+
+    assert results["lost_checkpoints"] == dict.fromkeys(
+        [arm["name"] for arm in results["arms"]], "the disk is full"
+    )
+    assert lost_checkpoints(results) is not None  # the command ends with status 1
+    assert [(one["spares"], one["spare_after_s"]) for one in started] == [(2, 3.0)]

@@ -17,7 +17,7 @@ from ray_pipe.monitoring.catalogue import METRICS
 from ray_pipe.monitoring.panels import ROWS, VARIABLES
 from ray_pipe.monitoring.provisioning import label_query
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ARMS = ["fp32", "acsgd"]
 

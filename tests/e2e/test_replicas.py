@@ -174,6 +174,7 @@ MEMBERSHIP: dict[str, dict[str, Any]] = {
     "local": {"sync.local_steps": 2},
     "ripples": {"sync.group_size": 2},
     "hop": {"sync.graph": "ring-based"},
+    "ad-psgd": {},
 }
 
 
@@ -217,6 +218,26 @@ def test_after_a_death_the_others_go_on_and_a_new_replica_joins_them(
     assert book["members"][2]["joined_at"] is not None
     html = replicas_section([{"name": "fp32", "replicas": book}])
     assert "joined before step" in html
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "ripples"])
+def test_a_replica_that_is_stopped_is_ended_and_no_other(cluster: None, sync: str) -> None:
+    arm = make_arm(
+        sync, replicas=3, steps=12, **{"sync.group_size": 2} if sync == "ripples" else {}
+    )
+    with ReplicaActors(3, 1, label=f"stopped-{sync}") as actors:
+        pipeline = ReplicaPipeline(actors, arm, epoch_s=time.time())
+        start = time.monotonic()
+        rows = 0
+        for rows, _ in enumerate(pipeline.train(), start=1):
+            if rows == 3:
+                os.kill(pipeline.infos[1]["pid"], signal.SIGSTOP)
+
+        assert rows >= 12
+        assert time.monotonic() - start < 50.0
+        (failure,) = pipeline.failures
+        assert (failure.replica, failure.kind) == (1, "hung")
+        assert pipeline.alive == [0, 2]
 
 
 def test_a_replica_more_than_there_were_joins_a_graph_of_hop(cluster: None) -> None:
@@ -318,8 +339,12 @@ def test_a_run_of_replicas_is_saved_shown_and_resumed_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("sync", "options"),
-    [("hop", {"sync.graph": "ring"}), ("ripples", {"sync.groups": "ruler"})],
-    ids=["hop", "ruler"],
+    [
+        ("hop", {"sync.graph": "ring"}),
+        ("ripples", {"sync.groups": "ruler"}),
+        ("ripples", {"sync.groups": "by-node"}),
+    ],
+    ids=["hop", "ruler", "by-node"],
 )
 def test_whoever_meets_by_the_step_resumes_to_the_same_bits(
     cluster: None, tmp_path: Path, sync: str, options: dict[str, Any]

@@ -104,6 +104,11 @@ def test_ray_train_style_objects_set_stages_name_and_folder(cluster: None, tmp_p
     assert result.checkpoint is not None
     assert result.checkpoint.path.endswith("/named/checkpoints/fp32/checkpoint_000024")
     assert len(list(Path(result.checkpoint.path).parent.glob("checkpoint_*"))) == 1
+    assert [(one.path, numbers["step"]) for one, numbers in result.best_checkpoints] == [
+        (result.checkpoint.path, 24)
+    ]
+    assert result.results["own"]["dataset"] == "Wave"
+    assert "command" not in result.results
     exported = model_state(result.path)
     assert exported.keys() == result.model_state.keys()
     assert all(torch.equal(exported[name], result.model_state[name]) for name in exported)

@@ -142,25 +142,28 @@ def test_a_folder_that_cannot_be_used_is_told_and_the_stage_works_without_a_box(
 def test_a_copy_is_written_while_the_stage_goes_on(actor: StageActor, tmp_path: Path) -> None:
     for step in range(2):
         actor.run_step(BENCH.plan(step))
-    key = actor.keep_state("a", 1)
+    actor.keep_state("a", 1)
     before = bytes(actor.save_state())
     actor.run_step(BENCH.plan(2))
 
-    note = actor.write_kept(key, str(tmp_path / "aside"), "stage_0.safetensors")
+    note = actor.write_kept("a", str(tmp_path / "aside"), "stage_0.safetensors")
 
     assert (tmp_path / "aside" / "stage_0.safetensors").read_bytes() == before
     assert note.nbytes == len(before)
-    assert actor._kept == {}
-    sent = bytes(actor.write_kept(actor.keep_state("b", 2), None, "stage_0.safetensors"))
+    assert len(actor._copies) == 0
+    actor.keep_state("b", 2)
+    sent = bytes(actor.write_kept("b", None, "stage_0.safetensors"))
     assert sent == bytes(actor.save_state())
 
 
 def test_a_stage_whose_step_was_not_committed_is_not_saved_for_it(actor: StageActor) -> None:
     actor.run_step(BENCH.plan(0))
 
+    actor.keep_state("a", 1)
+
     with pytest.raises(RuntimeError, match="it has committed step 0, not 1"):
-        actor.keep_state("a", 1)
-    assert actor._kept == {}
+        actor.write_kept("a", None, "stage_0.safetensors")
+    assert len(actor._copies) == 0
 
 
 def test_a_stage_sees_only_what_is_really_there(actor: StageActor, tmp_path: Path) -> None:

@@ -122,3 +122,36 @@ def test_bytes_are_one_model_from_each_who_asks_and_one_answer() -> None:
 
     assert messages == 5 * 2 * 2
     assert 0 < fleet.nbytes() - messages * 8 * 4096 < 160 * messages
+
+
+def answers_kept(num: int) -> int:
+    """Most answers that anybody keeps after 60 steps."""
+    fleet = run_fleet(quadratics(num, dim=8), PAIRS, 60, topology=slow_net(num, rate_bps=1e7))
+    kept = [r.exchanges[0].swap._answers.values() for r in fleet.replicas.values()]
+    return max(sum(packet is not None for _, packet in answers) for answers in kept)
+
+
+def test_an_answer_is_kept_until_it_arrived_not_for_every_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert answers_kept(12) == 0
+
+    monkeypatch.setattr(Swap, "_on_got", lambda self, header, packet: None)
+    assert answers_kept(12) == 6  # one model for each who asks
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_of_three_the_two_that_are_left_go_on_meeting(dead: int) -> None:
+    """Replica 1 is the only odd one: by parity nobody would be left to answer."""
+    trainers = quadratics(3, spread=1.0)
+
+    def during(fleet: Fleet) -> None:
+        asyncio.get_running_loop().call_later(20, fleet.kill, dead)
+
+    fleet = run_fleet(trainers, replace(PAIRS, deadline_s=4.0), 120, during=during)
+
+    left = [trainer for index, trainer in enumerate(trainers) if index != dead]
+    met = [r.strategy.num_met for i, r in fleet.replicas.items() if i != dead]  # type: ignore[attr-defined]
+    alone = float((left[0]._optimum - left[1]._optimum).norm()) / 2
+    assert disagreement(left) < 0.2 * alone
+    assert max(met) >= 90

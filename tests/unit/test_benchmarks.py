@@ -27,38 +27,24 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load
 
 
-def entry(bps: float, *, paper: bool = False, **more: Any) -> dict[str, Any]:
-    return {"bandwidth_bps": bps, "is_paper_ratio": paper, "arms": [], **more}
-
-
-def test_a_rate_that_is_kept_keeps_what_it_was_measured_with(script: Any) -> None:
+def test_rows_that_are_kept_keep_what_they_were_measured_with(script: Any) -> None:
     older = {
         "paper_ratio": 4.9,
         "rates": [
-            entry(4e7, paper=True, commit="old", load_at_start=1.0, paper_bandwidth_bps=4e7),
-            entry(1e7, commit="older", load_at_start=9.0, paper_bandwidth_bps=3e7),
+            {"row": "paper", "commit": "old", "load_at_start": 1.0},
+            {"row": "100Mbps", "commit": "old", "load_at_start": 1.0},
+            {"row": "10Mbps", "commit": "older", "load_at_start": 9.0},
         ],
     }
-    new = entry(5e7, paper=True, commit="new", load_at_start=0.1, paper_bandwidth_bps=5e7)
+    new = {"row": "100Mbps", "commit": "new", "load_at_start": 0.1}
 
     found = script("speed").keep(older, [new])
 
-    assert [(e["commit"], e["load_at_start"], e["paper_bandwidth_bps"]) for e in found] == [
-        ("new", 0.1, 5e7),
-        ("older", 9.0, 3e7),
+    assert [(e["row"], e["commit"], e["load_at_start"]) for e in found] == [
+        ("paper", "old", 1.0),
+        ("10Mbps", "older", 9.0),
+        ("100Mbps", "new", 0.1),
     ]
-
-
-def test_a_rate_of_an_older_file_takes_over_that_files_header(script: Any) -> None:
-    older = {
-        "environment": {"cores": 2}, "load_at_start": 3.9, "paper_bandwidth_bps": 31.3e6,
-        "rates": [entry(1e7)],
-    }  # fmt: skip
-
-    (_, kept) = script("speed").keep(older, [entry(4e7, paper=True, load_at_start=0.1)])
-
-    assert kept["environment"] == {"cores": 2}
-    assert (kept["load_at_start"], kept["paper_bandwidth_bps"]) == (3.9, 31.3e6)
 
 
 def test_the_codecs_share_is_of_all_cpu_time_measured_in_the_run(script: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from saved_runs import FakePipeline, SavedRun
 
+from ray_pipe.checkpoint import Pace
 from ray_pipe.checkpoint_files import CheckpointError, CheckpointStore, locate
 from ray_pipe.checkpointing import Fallback
+from ray_pipe.errors import TrainingError
 from ray_pipe.resume import Resume
 from stages.storage import Folder, StorageError
 
@@ -217,6 +220,28 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     assert run.losses == []
 
 
+def test_between_two_arms_it_costs_only_what_cannot_be_written(tmp_path: Path) -> None:
+    """An arm was trained already: its results are worth more than a checkpoint."""
+    (tmp_path / "file").write_text("in the way")
+
+    def clear(pipeline: FakePipeline, step: int) -> None:
+        if step == 2:
+            (tmp_path / "file").unlink()
+
+    run = SavedRun(
+        path=tmp_path / "demo",
+        settings={"checkpoint__dir": str(tmp_path / "file" / "x")},
+        must_write=False,
+        at_step=clear,
+    ).train()
+
+    assert steps_of(run) == [4, 6]
+    first, second = run.warnings
+    assert first.startswith("checkpoints of acsgd cannot be written: ")
+    assert first.endswith("training goes on, and the next one tries again")
+    assert "the checkpoint of step 2 could not be written" in second
+
+
 @pytest.mark.parametrize("when", ["stage_1.safetensors", "progress.json.zst", "manifest.json"])
 def test_a_kill_at_any_moment_leaves_the_last_one_to_resume_from(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -327,3 +352,203 @@ def test_a_mutant_that_writes_the_manifest_first_is_seen(tmp_path: Path) -> None
     newest, troubles = CheckpointStore(run.store.folder).newest("acsgd")
     assert newest is None
     assert "stage_1.safetensors" in troubles[0]
+
+
+class Gate:
+    """Holds up whoever writes a file of that name, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        self.threads: set[threading.Thread] = set()
+        write = Folder.write
+
+        def slow(folder: Folder, own: str, chunks: Any, **how: Any) -> Any:
+            if own == name:
+                self.threads.add(threading.current_thread())
+                self.reached.set()
+                assert self.opened.wait(30)
+            return write(folder, own, chunks, **how)
+
+        monkeypatch.setattr(Folder, "write", slow)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_training_does_not_wait_while_the_driver_writes_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """The gate is opened from the step after: a driver that waited would never get there."""
+    gate = Gate(monkeypatch, "manifest.json" if shared else "stage_0.safetensors")
+    seen: list[list[int]] = []
+
+    def at_step(pipeline: FakePipeline, step: int) -> None:
+        if step == 2:
+            assert gate.reached.wait(30)
+            seen.append(steps_of(run))
+            gate.opened.set()
+
+    run = SavedRun(path=tmp_path / "demo", steps=5, shared=shared, at_step=at_step)
+    run.train()
+
+    assert seen == [[]]  # of step 2 nothing counted yet, and step 3 was trained
+    assert steps_of(run) == [2, 4, 5]
+    assert all(thread.name.startswith("checkpoint") for thread in gate.threads)
+    assert not any(thread.is_alive() for thread in gate.threads)
+
+
+def test_what_fails_beside_training_is_told_at_the_next_step_and_tidied_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = CheckpointStore.commit
+
+    def refuse(store: CheckpointStore, place: Folder, aside: Folder, manifest: Any) -> Any:
+        if manifest.step == 2:
+            raise StorageError(5, "the store does not answer")
+        return publish(store, place, aside, manifest)
+
+    monkeypatch.setattr(CheckpointStore, "commit", refuse)
+    run = SavedRun(path=tmp_path / "demo", steps=6).train()
+
+    assert steps_of(run) == [4, 6]
+    assert "the checkpoint of step 2 could not be written: the store" in run.warnings[0]
+    assert not list((tmp_path / "demo" / "checkpoints" / "acsgd").glob("*.part"))
+
+
+def test_a_recovery_waits_for_what_is_being_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `keep` 1 the older one is removed with it: whoever chose that one would find nothing."""
+    gate = Gate(monkeypatch, "manifest.json")
+    gate.opened.set()
+    found: list[int | None] = []
+
+    def at_step(pipeline: FakePipeline, step: int) -> None:
+        if step == 3:
+            run.saver.settle()  # that of step 2
+            gate.opened.clear()
+        if step == 4:
+            threading.Timer(0.1, gate.opened.set).start()
+            one: Any = SimpleNamespace(arm=run.arm, saver=run.saver)
+            fallback = Fallback(one, None, run.warnings.append)
+            found.append(fallback.newest())
+            fallback.load(3)
+
+    run = SavedRun(path=tmp_path / "demo", settings={"checkpoint__keep": 1}, at_step=at_step)
+    run.train()
+
+    assert found == [3]
+    assert run.warnings == []
+
+
+def test_files_that_were_read_back_are_not_read_again_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, read = Folder.check, []
+
+    def count(folder: Folder, note: Any) -> None:
+        read.append(note.name)
+        check(folder, note)
+
+    monkeypatch.setattr(Folder, "check", count)
+    SavedRun(path=tmp_path / "demo", steps=2).train()
+
+    assert sorted(read).count("stage_0.safetensors") == 1
+
+
+def test_a_mutant_that_publishes_a_file_cut_short_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Folder.publish
+
+    def cut(place: Folder, aside: Folder) -> None:
+        (Path(aside.path) / "stage_1.safetensors").write_bytes(b"x")
+        publish(place, aside)
+
+    monkeypatch.setattr(Folder, "publish", cut)
+    run = SavedRun(path=tmp_path / "demo", steps=2).train()
+
+    assert "it was cut off or changed" in run.saver.lost
+
+
+# --- saving by time, where nobody said when -------------------------------------------------------
+
+
+class Steps:
+    """A clock that a step moves on by 100 s, and what was saved before each step."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.now = 0.0
+        self.seen: list[list[int]] = []
+        pace = Pace(options.pop("every_s"), clock=lambda: self.now)
+        self.run = SavedRun(path=path, every=None, pace=pace, at_step=self._step, **options)
+
+    def _step(self, pipeline: FakePipeline, step: int) -> None:
+        self.run.saver.settle()
+        self.seen.append(steps_of(self.run))
+        self.now += 100.0
+
+
+def test_without_being_told_a_long_run_saves_by_time_and_at_its_end(tmp_path: Path) -> None:
+    steps = Steps(tmp_path / "demo", every_s=250.0, steps=8)
+    run = steps.run.train()
+
+    assert steps.seen[:4] == [[], [], [], [3]]
+    assert steps.seen[6:] == [[6], [6]]  # one is kept
+    assert steps_of(run) == [8]
+    assert run.warnings == []
+    assert Resume(store=run.store).start(run.arm).is_done
+
+
+def test_a_run_shorter_than_that_writes_nothing(tmp_path: Path) -> None:
+    Steps(tmp_path / "demo", every_s=900.0).run.train()
+
+    assert not (tmp_path / "demo" / "checkpoints" / "acsgd" / "checkpoint_000006").exists()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_resumed_run_saves_its_end_however_soon_it_comes(tmp_path: Path) -> None:
+    SavedRun(path=tmp_path / "demo").train(steps=5)
+    again = Steps(tmp_path / "demo", every_s=900.0).run
+    again.start = Resume(store=again.store).start(again.arm)
+    again.train()
+
+    assert steps_of(again) == [6]
+
+
+def test_a_step_that_is_sent_again_is_saved_again(tmp_path: Path) -> None:
+    """Its copy was void, and the time for the next one has just begun."""
+    steps = Steps(tmp_path / "demo", every_s=100.0, steps=4)
+    asked: list[bool] = []
+
+    def at_step(pipeline: FakePipeline, step: int) -> None:
+        steps._step(pipeline, step)
+        if step == 2:
+            saver = steps.run.saver
+            saver.sent(step)
+            asked.extend([saver.is_due(step), saver.is_due(step + 1)])
+
+    steps.run.at_step = at_step
+    steps.run.train()
+
+    assert asked == [True, True]  # the last step is due in any case
+    assert steps_of(steps.run) == [4]
+
+
+def test_a_stage_that_is_lost_while_the_folder_is_looked_for_ends_nothing(tmp_path: Path) -> None:
+    steps = Steps(tmp_path / "demo", every_s=250.0, steps=4)
+    lost = iter([TrainingError("stage 1 failed looking for the folder")])
+
+    def at_step(pipeline: FakePipeline, step: int) -> None:
+        steps._step(pipeline, step)
+        see = type(pipeline).see
+
+        def fail(*words: Any) -> bool:
+            for error in lost:
+                raise error
+            return see(pipeline, *words)
+
+        pipeline.see = fail  # type: ignore[method-assign]
+
+    steps.run.at_step = at_step
+
+    assert steps_of(steps.run.train()) == [4]
+    assert steps.seen[3] == [3]  # through the driver

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
 from ray_pipe import cluster
 from ray_pipe.errors import ClusterError
@@ -156,3 +157,22 @@ def test_a_bundle_is_free_again_when_the_spare_in_it_is_gone() -> None:
     assert settled.start_on("a")[1] is None
     settled.actors.spares.handles.clear()
     assert settled.start_on("a")[1] == 0
+
+
+def test_a_stage_that_is_lost_while_all_are_introduced_is_named_at_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[float] = []
+
+    def wait(refs: list[Any], *, num_returns: int, timeout: float) -> Any:
+        waited.append(timeout)
+        return [], refs
+
+    monkeypatch.setattr(cluster.ray, "wait", wait)
+    settled, lost = Settled(["a", "b"]), {1: RayError("stopped")}
+
+    with pytest.raises(cluster.NotIntroduced) as refused:
+        settled.actors._hear({"x": 0, "y": 1}, lambda waiting: lost)
+
+    assert refused.value.errors == lost
+    assert waited == [2.0]

@@ -86,6 +86,7 @@ def test_the_hyphen_is_understood_too(monkeypatch: Any, capsys: Any) -> None:
     assert "give numbers from 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_trials_that_are_done_are_not_run_again(tmp_path: Path) -> None:
     few = ["--replicas", "4", "--seconds", "10s", "--only", "ripples, pairs", "--json"]
     _, first, _ = compared(tmp_path, *few)
@@ -101,3 +102,29 @@ def test_trials_that_are_done_are_not_run_again(tmp_path: Path) -> None:
     assert "7777" in again
     assert "7777" not in other
     assert anew == first
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_a_straggler_too(tmp_path: Path) -> None:
+    status, shown, told = compared(tmp_path, *FEW, "--slow-link", "2:10x")
+
+    assert status == DONE
+    assert "link 2:10x" in shown
+    assert "[6/6] hop, skip 8, 4 replicas, link 2:10x:" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slow-link", "9:4x"], "there is no replica 9"),
+        (["--slow-link", "2:10x", "--replicas", "128"], "give --replicas 64 or fewer"),
+        (["--slow-link", "2:10x", "--real"], "ray_pipe.run --topology"),
+    ],
+)
+def test_a_slow_link_that_cannot_be_is_refused(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    status, _, told = compared(tmp_path, *FEW, *words)
+
+    assert status == REFUSED
+    assert message in told

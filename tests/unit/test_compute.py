@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
-from local_pipeline import same_bits
+from local_pipeline import Bench, same_bits
 from torch import Tensor, nn
 
+from compressors.registry import CodecSpec
+from ray_pipe.codec_names import BACKWARD
 from stages.compute import Compute
 from stages.loss import cross_entropy
 from stages.optim import OptimSpec
@@ -188,3 +193,99 @@ def test_the_shares_of_micro_batches_add_up_to_the_mean() -> None:
         compute.module(x).detach().reshape(-1, 4), targets.reshape(-1)
     )
     assert sum(shares) == pytest.approx(float(mean), rel=1e-6)
+
+
+# --- what a user's blocks hand on -----------------------------------------------------------
+
+
+class Gives(nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a tuple": (lambda x: (x, x), "a tuple of 2"),
+    "a dict": (lambda x: {"y": x}, "a dict of 1"),
+    "nothing": (lambda x: None, "a NoneType"),
+    "whole numbers": (lambda x: x.long(), r"a torch.int64 tensor of shape \(2, 3\)"),
+    "time first": (lambda x: x.transpose(0, 1), r"a torch.float32 tensor of shape \(3, 2\)"),
+    "one number": (lambda x: x.sum(), r"a torch.float32 tensor of shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_block_that_cannot_be_cut_behind_is_named(case: str, precision: str) -> None:
+    make, words = WRONG[case]
+    module = nn.Sequential(linear(), Gives(make))
+    compute = Compute(module, optim=SGD, precision=precision, first_block=4)
+    words = words.replace("float32", "bfloat16") if precision == "bf16" else words
+
+    with pytest.raises(
+        ValueError,
+        match=rf"^block 5 \(Gives\) returned {words} for a micro-batch of 2 samples, expected one "
+        "floating-point tensor whose first dimension is the micro-batch's samples$",
+    ):
+        compute.forward(0, torch.ones(2, 3), ids=(0, 1))
+
+
+def test_a_block_whose_output_the_next_block_cannot_take_is_named() -> None:
+    module = nn.Sequential(linear(), nn.LSTM(3, 3), linear())
+    compute = Compute(module, optim=SGD, loss=cross_entropy)
+
+    with pytest.raises(ValueError, match=r"^block 1 \(LSTM\) returned a tuple of 2, expected one"):
+        compute.forward_loss(0, torch.ones(2, 3), torch.zeros(2), ids=(0, 1), num_items=2)
+
+
+def test_blocks_of_one_stage_may_hand_each_other_anything() -> None:
+    module = nn.Sequential(Gives(lambda x: (x, x)), Gives(lambda pair: pair[0] + pair[1]))
+
+    output = Compute(module, optim=OptimSpec(), seed=1)._run(
+        torch.ones(2, 3), (0, 1), num_samples=2
+    )
+
+    assert torch.equal(output, torch.full((2, 3), 2.0))
+
+
+def test_an_error_of_the_blocks_own_is_left_alone() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise TypeError("mine")
+
+    compute = Compute(nn.Sequential(linear(), Gives(fail)), optim=SGD)
+
+    with pytest.raises(TypeError, match="mine"):
+        compute.forward(0, torch.ones(2, 3), ids=(0, 1))
+
+
+def test_what_goes_to_the_loss_may_have_any_shape_but_must_be_a_tensor() -> None:
+    targets = torch.zeros(2, 3, dtype=torch.long)
+    flat = Compute(Gives(lambda x: x.reshape(-1, 4)), optim=SGD, loss=cross_entropy)
+    pair = Compute(Gives(lambda x: (x, x)), optim=SGD, loss=cross_entropy)
+    x = torch.ones(2, 3, 4)
+
+    assert flat.forward_loss(0, x, targets, ids=(0, 1), num_items=6, train=False) > 0
+    with pytest.raises(ValueError, match=r"block 0 \(Gives\) returned a tuple of 2 for a micro-ba"):
+        pair.forward_loss(0, x, targets, ids=(0, 1), num_items=6, train=False)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_samples_that_do_not_exist_reach_no_codec(name: str) -> None:
+    def build(blocks: Sequence[int]) -> nn.Module:
+        made = [nn.Embedding(256, 32), Gives(lambda x: x.transpose(0, 1)), linear(), linear()]
+        return nn.Sequential(*(made[index] for index in blocks))
+
+    bench = Bench(num_stages=2, build=build, activation=CodecSpec(name=name))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        bench.run(1)
+
+    assert (
+        "block 1 (Gives) returned a torch.float32 tensor of shape (8, 2, 32) for a micro-"
+        in str(caught.value.exceptions[0])
+    )

@@ -130,6 +130,58 @@ def test_a_codec_alone_is_one_arm_and_with_compare_it_is_not() -> None:
     assert [arm.name for arm in both.arms] == ["fp32", "topk"]
 
 
+def names_of(config: RunConfig) -> list[str]:
+    return [arm.name for arm in config.arms]
+
+
+@pytest.mark.parametrize("name", ["directq", "acsgd"])
+def test_a_codec_asked_for_from_python_is_the_one_that_is_trained(name: str) -> None:
+    asked = CodecConfig(name=name)
+
+    assert names_of(RunConfig(codec=asked)) == [name]
+    assert names_of(dataclasses.replace(RunConfig(), codec=asked)) == [name]
+    assert names_of(RunConfig(codec=asked, compare=("fp32", name))) == ["fp32", name]
+
+
+def test_a_codec_without_a_name_is_compared_like_the_default() -> None:
+    assert names_of(RunConfig(codec=CodecConfig(fw_bits=2))) == ["fp32", "directq", "acsgd"]
+    assert names_of(RunConfig(compare=())) == ["acsgd"]
+    assert names_of(dataclasses.replace(RunConfig(compare=("fp32", "topk")), compare=())) == [
+        "acsgd"
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(),
+        RunConfig(codec=CodecConfig(name="directq")),
+        RunConfig(compare=("fp32", "directq")),
+        RunConfig(compare=()),
+        RunConfig(codec=CodecConfig(name="acsgd"), compare=("fp32", "acsgd")),
+    ],
+)
+def test_arms_survive_json_yaml_pickle_and_overrides(config: RunConfig) -> None:
+    copies = [
+        RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))),
+        RunConfig.from_dict(yaml.safe_load(show_settings(config))),
+        pickle.loads(pickle.dumps(config)),
+        config.with_overrides(["seed=1"]),
+        dataclasses.replace(config, seed=1),
+    ]
+
+    assert [names_of(copy) for copy in copies] == [names_of(config)] * 5
+
+
+def test_a_comparison_of_a_later_layer_takes_away_a_codec_that_is_not_in_it() -> None:
+    file = {"codec": "topk", "compare": "fp32,topk"}
+
+    config = RunConfig.from_layers([("file", file), ("flags", {"compare": "fp32,directq"})])
+
+    assert names_of(config) == ["fp32", "directq"]
+    assert names_of(RunConfig().with_overrides(["compare=fp32,directq"])) == ["fp32", "directq"]
+
+
 def test_arms_share_everything_but_the_name() -> None:
     config = RunConfig(codec=CodecConfig(fw_bits=2))
 
@@ -197,6 +249,17 @@ def test_a_made_up_name_never_meets_an_old_folder(tmp_path: Path) -> None:
     assert all(folder.is_dir() for folder in folders)
 
 
+def test_a_copy_keeps_a_made_up_name_and_that_it_was_made_up() -> None:
+    config = RunConfig()
+    copy = dataclasses.replace(config, seed=1)
+
+    assert (copy.name, copy.name_is_generated) == (config.name, True)
+    assert pickle.loads(pickle.dumps(copy)).name_is_generated
+    assert not dataclasses.replace(config, name="mine").name_is_generated
+    assert not RunConfig.from_dict(config.to_dict()).name_is_generated
+    assert type(config.to_dict()["name"]) is str
+
+
 def test_a_given_name_is_used_again(tmp_path: Path) -> None:
     config = RunConfig(out=str(tmp_path), name="mine")
 
@@ -232,6 +295,7 @@ OVERRIDES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @SLOW_MACHINE
 @given(OVERRIDES)
 def test_overrides_survive_json_and_yaml(overrides: dict[str, Any]) -> None:
@@ -257,6 +321,7 @@ def test_what_is_not_overridden_stays(overrides: dict[str, Any]) -> None:
                 assert value == plain[section][option]
 
 
+@pytest.mark.slow
 @SLOW_MACHINE
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_other_setting_is_refused_by_name_and_never_crashes(key: str, value: str) -> None:
@@ -290,6 +355,8 @@ def test_errors_survive_pickling() -> None:
 def test_the_package_gives_its_names_and_refuses_others() -> None:
     assert ray_pipe.RunConfig is RunConfig
     assert set(ray_pipe.__all__) <= set(dir(ray_pipe))
+    assert (ray_pipe.SyncConfig, ray_pipe.EmbeddingConfig) == (SyncConfig, EmbeddingConfig)
+    assert ray_pipe.SampleDropout.__module__ == "stages.dropout"
     with pytest.raises(AttributeError, match="no attribute 'Runconfig'"):
         ray_pipe.Runconfig  # noqa: B018
 
@@ -415,9 +482,12 @@ def test_wrong_types_from_python_are_refused_too() -> None:
     assert NetworkConfig(latency_s=1).latency_s == 1.0
 
 
-def test_a_codec_that_no_arm_would_train_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'topk' but compare lists fp32, directq, acsgd"):
-        RunConfig(codec=CodecConfig(name="topk"))
+@pytest.mark.parametrize("name", ["topk", "acsgd"])
+def test_a_codec_that_no_arm_would_train_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' but compare lists fp32, directq, so it"):
+        RunConfig(codec=CodecConfig(name=name), compare=("fp32", "directq"))
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        RunConfig.from_dict({"codec": name, "compare": "fp32,directq"})
 
 
 def test_more_stages_than_blocks_are_refused_with_model_number_and_both_ways_out() -> None:
@@ -522,6 +592,22 @@ def test_a_corpus_below_one_batch_is_refused_with_both_numbers() -> None:
         "16); give more text, or lower --micro-batches, --micro-batch-size or model.context."
     )
     check_corpus(config, 64)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_dataset_below_one_batch_is_refused_by_its_own_name(replicas: int) -> None:
+    config = RunConfig(sync=SyncConfig(replicas=replicas))
+    expected = {
+        1: "the dataset Waves has 63 samples, but one step takes 64 (4 micro-batches of 16); give "
+        "more samples, or lower pipeline.micro_batches or pipeline.micro_batch_size.",
+        2: "--replicas 2: each gets 50 of 100 samples, but one step takes 64 (4 micro-batches of "
+        "16); give more samples, or lower --replicas, --micro-batches or --micro-batch-size.",
+    }
+
+    with pytest.raises(ConfigError) as caught:
+        check_corpus(config, {1: 63, 2: 100}[replicas], dataset="Waves")
+
+    assert str(caught.value) == expected[replicas]
 
 
 # --- files and folders -----------------------------------------------------------------------

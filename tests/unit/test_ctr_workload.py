@@ -87,6 +87,21 @@ def test_a_capacity_below_the_rows_under_way_is_refused_with_the_numbers() -> No
     check_capacity(enough, click_task(enough))
 
 
+def test_a_capacity_below_the_markers_of_rows_on_disk_is_refused_with_the_numbers() -> None:
+    many: dict[str, Any] = {
+        "data.num_samples": 30_000, "pipeline.batch_size": 32, "embedding.spill": "below",
+    }  # fmt: skip
+    run = config(**many, **{"embedding.capacity": "1300KiB"})
+    task = click_task(run)
+    with pytest.raises(ConfigError) as caught:
+        check_capacity(run, task)
+
+    assert "less than --spill needs in memory: the run uses 1" in str(caught.value)
+    assert "keeps about 46 bytes" in str(caught.value)
+    check_capacity(config(**many, **{"embedding.capacity": "2MiB"}), task)
+    check_capacity(config(**many, steps=10, **{"embedding.capacity": "1300KiB"}), task)
+
+
 def test_rows_to_begin_with_that_do_not_fit_the_run_are_refused_before_it_starts(
     tmp_path: Path,
 ) -> None:

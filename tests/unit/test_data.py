@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from local_pipeline import DIRECTQ, FP32, Bench, acsgd, plain_loop, same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressors.registry import CodecSpec
+from ray_pipe.codec_names import BACKWARD, backward_codec
 from ray_pipe.data import DatasetSamples, Order, TextSamples, read_text
 from ray_pipe.errors import DataError
+from stages import passes
 from stages.loss import IGNORE
 from stages.passes import Passes
 
@@ -246,12 +250,99 @@ def test_rows_hold_the_valid_positions_only_and_stay_warm_in_other_company() -> 
 
 def test_mutant_forgetting_the_lengths_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Passes.keys
-    monkeypatch.setattr(Passes, "keys", lambda *args: replace(right(*args), lengths=None))
+    monkeypatch.setattr(
+        Passes, "keys", lambda *args, **where: replace(right(*args, **where), lengths=None)
+    )
 
     run = replace(PADDED, activation=acsgd()).run(6)
 
     assert rows_by_sample(run) != {i: (n, 32) for i, n in enumerate(Sentences.lengths)}
     assert run.records[3][0].codec["0->1"]["hit_rate"] < 1.0
+
+
+class Prepend(nn.Module):
+    """A token of its own before each sample's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.linspace(-1, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.token.expand(len(x), 1, 32), x], dim=1)
+
+
+class Pool(nn.Module):
+    """One vector for each sample: its first token's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+
+class DropFirst(nn.Module):
+    """Only the positions that have a target."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 1:]
+
+
+class FirstByte(Sentences):
+    """One target for each sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = super().__getitem__(index)
+        return tokens, targets[0]
+
+
+def other_positions(change: type[nn.Module], blocks: Sequence[int]) -> nn.Module:
+    """Two blocks that keep the positions, one that changes them, one that does not."""
+    torch.manual_seed(1)
+    last = [nn.Linear(32, 256)] if change is Pool else [DropFirst(), nn.Linear(32, 256)]
+    made = [
+        nn.Embedding(256, 32),
+        nn.Sequential(nn.Linear(32, 32), change()),
+        nn.Sequential(nn.Linear(32, 32), nn.Tanh()),
+        nn.Sequential(*last),
+    ]
+    return nn.Sequential(*(made[index] for index in blocks))
+
+
+EVERY_CODEC = (*BACKWARD, "directq+ef", "topk+ef", "acsgd+zstd", "reference+ef+zstd")
+
+
+@pytest.mark.parametrize("change", [Prepend, Pool])
+@pytest.mark.parametrize("name", EVERY_CODEC)
+def test_lengths_end_where_a_block_changes_the_positions(
+    name: str, change: type[nn.Module]
+) -> None:
+    """Nobody can tell what is padding there: every value is sent, and none is zeroed."""
+    plain = Bench(
+        num_stages=4,
+        samples=DatasetSamples(FirstByte() if change is Pool else Sentences()),
+        build=partial(other_positions, change),
+        lr=0.01,
+    )
+    precise = {"bits": 8, "density": 1.0, "reference_group": 8}
+
+    run = replace(
+        plain,
+        activation=CodecSpec(name=name, **precise),
+        gradient=CodecSpec(name=backward_codec(name), **precise),
+    ).run(8)
+
+    assert run.losses == pytest.approx(plain.run(8).losses, rel=5e-3)
+    assert run.events == []
+    assert [stage.passes._lengths_out.get(0) is None for stage in run.stages] == [
+        False, True, True, True,
+    ]  # fmt: skip
+
+
+def test_mutant_lengths_that_outlive_their_positions_lose_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "_same_positions", lambda source, output: True)
+
+    with pytest.raises(AssertionError):
+        test_lengths_end_where_a_block_changes_the_positions("directq", Prepend)
 
 
 def test_a_batch_of_nothing_but_padding_has_loss_zero() -> None:

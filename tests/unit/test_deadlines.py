@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_pipe.deadlines import Deadlines
+from ray_pipe.deadlines import Deadlines, transfer_s
 from stages.crowding import crowding
 
 
@@ -71,3 +71,9 @@ def test_crowding_is_the_load_of_a_core(
     monkeypatch.setattr("os.cpu_count", lambda: 4)
 
     assert crowding() == expected
+
+
+def test_a_transfer_has_five_minutes_or_four_times_what_the_slowest_link_needs() -> None:
+    assert transfer_s(1000, 1e9) == 300.0
+    assert transfer_s(3_600_000_000, 100e6) == pytest.approx(4 * 288)
+    assert transfer_s(3_600_000_000) == pytest.approx(4 * 2880)  # nobody knows: 10 Mbit/s

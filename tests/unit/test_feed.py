@@ -87,6 +87,7 @@ class Bench:
         self.there = [Link(price, Uplink(), lambda f: None) for _ in range(own.num_shards)]
         self.back = [Link(price, Uplink(), lambda f: None) for _ in range(own.num_shards)]
         self.shards: list[Shard] = []
+        self.servers: list[ShardServer] = []
         for index in range(own.num_shards):
             self.start(index)
         self.feed = Feed(own, samples=Samples(), links=self.there, session=1)
@@ -101,6 +102,7 @@ class Bench:
         )  # fmt: skip
         self.shards[index:] = [shard, *self.shards[index + 1 :]]
         server = ShardServer(shard, link_to=lambda c: self.back[index], wire=self.spec.wire)
+        self.servers[index:] = [server, *self.servers[index + 1 :]]
         self.there[index].deliver = server.on_frame
 
     def plan(self, step: int, **changes: Any) -> StepPlan:
@@ -357,3 +359,87 @@ def test_pooling_sums_bags_and_an_empty_bag_is_zeros_without_a_gradient() -> Non
     assert rows.grad is not None
     assert rows.grad.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
     assert pool(rows[:0], torch.empty(0, dtype=torch.int64), torch.zeros(3)).shape == (2, 2)
+
+
+@pytest.mark.parametrize("tau", [0, 4])
+def test_ids_that_went_ahead_are_let_go_by_every_drain(tau: int) -> None:
+    async def main(bench: Bench) -> None:
+        for number in range(6):
+            await bench.step(number, work_s=0.2)
+            await bench.feed.drain()  # as each checkpoint and evaluation does
+
+            assert [shard.num_announced for shard in bench.shards] == [0, 0]
+            assert bench.feed.hybrid.counts.voided == (number + 1) * tau  # only what was pulled
+        assert [shard.version for shard in bench.shards] == [6, 6]
+
+    drive(main, spec(tau=tau, num_steps=100))
+
+
+def test_ids_of_a_stage_that_died_are_let_go_when_the_next_one_writes() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.step(0, work_s=0.2)
+        assert [shard.num_announced for shard in bench.shards] == [2, 2]
+        bench.feed.close()
+        bench.feed = Feed(bench.spec, samples=Samples(), links=bench.there, session=2)
+        for link in bench.back:
+            link.deliver = bench.feed.on_frame
+        await bench.step(1, work_s=0.2)
+        await bench.feed.drain()
+
+        assert [shard.num_announced for shard in bench.shards] == [0, 0]
+
+    drive(main, spec(num_steps=100))
+
+
+def test_gradients_that_a_dead_stage_had_not_sent_are_counted_as_the_gap_of_versions() -> None:
+    async def main(bench: Bench) -> None:
+        for number in range(3):
+            await bench.step(number, work_s=0.2)
+        await bench.feed.drain()
+        lost: list[Any] = []
+        for number in (3, 4):  # the net makes them, their gradients arrive nowhere
+            await bench.feed.ready(bench.plan(number))
+            for link in bench.there:
+                link.deliver = lost.append
+            for m in range(2):
+                source = bench.feed.source(bench.plan(number), m)
+                bench.feed.take(m, torch.ones_like(source))
+            bench.feed.commit(bench.plan(number), 1.0)
+            if number == 3:  # the rows of the next were pulled ahead
+                bench.feed.idle()
+        await asyncio.sleep(1)
+        assert lost
+        bench.feed.close()
+        bench.feed = Feed(bench.spec, samples=Samples(), links=bench.there, session=2)
+        for index, shard in enumerate(bench.shards):
+            bench.there[index].deliver = bench.servers[index].on_frame
+            bench.back[index].deliver = bench.feed.on_frame
+            assert shard.last_step == 2
+        for number in range(5, 8):  # the dense net goes on from the state after step 4
+            await bench.step(number, work_s=0.2)
+        await bench.feed.drain()
+
+        assert [shard.counts.unsent for shard in bench.shards] == [2, 2]
+        assert [shard.stats()["unsent_pushes"] for shard in bench.shards] == [2, 2]
+        assert [shard.version for shard in bench.shards] == [6, 6]
+
+    drive(main, spec(tau=2, num_steps=100))
+
+
+def test_a_stage_that_runs_steps_again_leaves_no_gap() -> None:
+    async def main(bench: Bench) -> None:
+        for number in range(4):
+            await bench.step(number, work_s=0.2)
+        await bench.feed.drain()
+        bench.feed.close()
+        bench.feed = Feed(bench.spec, samples=Samples(), links=bench.there, session=2)
+        for link in bench.back:
+            link.deliver = bench.feed.on_frame
+        for number in range(2, 6):
+            await bench.step(number, work_s=0.2)
+        await bench.feed.drain()
+
+        assert [shard.counts.unsent for shard in bench.shards] == [0, 0]
+        assert [shard.counts.replayed for shard in bench.shards] == [2, 2]
+
+    drive(main, spec(num_steps=100))

@@ -83,6 +83,8 @@ def test_the_progress_line_says_where_all_replicas_are_and_what_they_waited_for(
     line = where_replicas_are(book.now())
 
     assert line == ("replicas at 3 2 1, gap 2, 5 groups, 1 conflict, waited for the mean 100 ms")
+    book.numbers[1]["orphaned"] = 3.0
+    assert ", 1 conflict, 3 without an answer, waited for" in where_replicas_are(book.now())
 
 
 def test_the_progress_line_names_the_busiest_links() -> None:

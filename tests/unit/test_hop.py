@@ -25,6 +25,7 @@ from stages.sync.priced import PRICED_WIRE
 from stages.sync.replica import Replica
 from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
 from stages.sync.strategy import NOTHING, SyncTimeout
+from stages.sync.updates import Updates
 from tests.unit.fleets import (
     disagreement,
     mean_of,
@@ -581,6 +582,111 @@ def test_an_update_is_there_for_whoever_may_still_ask_for_it() -> None:
     )
 
     assert [replica.k for replica in fleet.replicas.values()] == [tag + 4] * 4
+
+
+class Loses:
+    """A link that loses its bulk letters of some numbers, the first is 1."""
+
+    def __init__(self, link: Any, numbers: Sequence[int]) -> None:
+        self.link = link
+        self._numbers = numbers
+        self._count = 0
+
+    def send(self, frame: Any, *, kind: str) -> None:
+        self._count += kind == "replica"
+        if kind != "replica" or self._count not in self._numbers:
+            self.link.send(frame, kind=kind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
+TOLERANT = {
+    "backup": replace(BACKUP, graph="complete", codec=LOSSY.codec, deadline_s=60.0),
+    "stale": replace(STALE, graph="complete", codec=LOSSY.codec, deadline_s=60.0),
+    "jump": replace(JUMP, graph="complete", codec=LOSSY.codec, deadline_s=60.0),
+}
+LOST = {"one": (5,), "and its repair": (5, 6, 7, 8), "the first": (1,)}
+
+
+def neighbour_after_loss(sync: SyncSpec, numbers: Sequence[int]) -> tuple[int, int]:
+    """The newest that replica 0 has of replica 1 after 40 steps, and letters it could not read."""
+    fleet = run_fleet(
+        quadratics(4, spread=0.3, dim=64),
+        sync,
+        40,
+        topology=slow_net(4, rate_bps=2e6),
+        wrap_link=lambda link: Loses(link, numbers if link.name == "1->0" else ()),
+    )
+    updates = fleet.replicas[0].exchanges[0].updates
+    return max(updates.tags_of(1), default=-1), len(updates._early.get(1, ()))
+
+
+@pytest.mark.parametrize("lost", sorted(LOST))
+@pytest.mark.parametrize("mode", sorted(TOLERANT))
+def test_a_lost_difference_cuts_no_neighbour_off(mode: str, lost: str) -> None:
+    assert neighbour_after_loss(TOLERANT[mode], LOST[lost]) == (39, 0)
+
+
+def test_mutant_asking_for_no_base_cuts_the_neighbour_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it, so nobody asks: it counts with what it was once, for ever."""
+    monkeypatch.setattr(Updates, "ask", lambda self, source, tag: None)
+
+    newest, early = neighbour_after_loss(TOLERANT["backup"], LOST["one"])
+
+    assert newest < 5
+    assert early == TOLERANT["backup"].max_gap + 2  # but no more than that is kept
+
+
+def test_a_newcomer_whose_first_letters_are_lost_hears_its_neighbours() -> None:
+    trainers = quadratics(5, spread=0.3, dim=64)
+    fresh = quadratics(5, spread=0.3, dim=64, seed=1)[4]
+
+    def during(fleet: Fleet) -> None:
+        asyncio.get_running_loop().call_later(
+            20, lambda: fleet.join(4, fresh, donor=1, num_steps=60)
+        )
+
+    fleet = run_fleet(
+        trainers[:4],
+        replace(LOSSY, graph="ring", deadline_s=10.0),
+        60,
+        during=during,
+        capacity=5,
+        topology=slow_net(5, rate_bps=2e6),
+        wrap_link=lambda link: Loses(link, (1,) if link.name.endswith("->4") else ()),
+    )
+
+    updates = fleet.replicas[4].exchanges[0].updates
+    assert {max(updates.tags_of(source)) for source in (0, 3)} == {59}
+    assert fleet.replicas[4].groups == [(0, 3, 4)]
+
+
+@pytest.mark.parametrize("mode", sorted(TOLERANT))
+def test_a_resume_that_lost_what_was_on_the_wire_cuts_nobody_off(mode: str) -> None:
+    first = quadratics(4, spread=0.3, dim=64)
+    sync = TOLERANT[mode]
+    fleet = run_fleet(
+        first, sync, 12, topology=slow_net(4, rate_bps=2e6),
+        # What replica 1 sent last is on the wire when the state is saved.
+        wrap_link=lambda link: Loses(link, (11, 12) if link.name == "1->0" else ()),
+    )  # fmt: skip
+    saved = [replica.state_dict() for replica in fleet.replicas.values()]
+    saved[0]["exchanges"][0]["updates"]["versions"][1] = {
+        tag: x for tag, x in saved[0]["exchanges"][0]["updates"]["versions"][1].items() if tag < 10
+    }
+    second = quadratics(4, spread=0.3, dim=64)
+
+    def load(fleet: Fleet) -> None:
+        for index, replica in fleet.replicas.items():
+            replica.load_state_dict(saved[index])
+            replica.strategy.resumed()
+            replica.exchanges[0].updates.resumed()
+            second[index].shards[0].x = first[index].x.clone()
+
+    again = run_fleet(second, sync, 30, during=load, topology=slow_net(4, rate_bps=2e6))
+
+    assert max(again.replicas[0].exchanges[0].updates.tags_of(1)) == 29
 
 
 def progress_after_death(sync: SyncSpec, kind: type[Hop] = Hop) -> float:

@@ -169,6 +169,7 @@ def with_torch_s_optimizers(
     return weight.weight.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_with_tau_0_two_hundred_steps_equal_a_single_torch_process_to_the_bit(

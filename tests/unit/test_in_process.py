@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +306,7 @@ def run_capped(tmp_path: Path | None, *, delay: int = 0, **options: Any) -> tupl
     return ours(torch.arange(300)), stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_tenth_of_the_rows_in_memory_and_a_disk_train_as_if_all_were(
     tmp_path: Path, delay: int
@@ -320,6 +323,7 @@ def test_a_tenth_of_the_rows_in_memory_and_a_disk_train_as_if_all_were(
     assert 0 < stats["hit_rate"]["user"] < 0.9
 
 
+@pytest.mark.slow
 def test_mutant_a_row_that_went_down_between_pull_and_push_loses_its_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -675,3 +679,20 @@ def test_a_model_with_embeddings_can_be_moved_like_any_other() -> None:
     ours.to(torch.float64)
     assert ours(batch)["b"].dtype == torch.float64
     assert ours(batch)["a"].dtype == torch.float32  # rows are what the store keeps
+
+
+def test_rows_that_were_replaced_give_their_memory_back_at_once(tmp_path: Path) -> None:
+    ours = bag(spill=str(tmp_path / "below"), max_rows=20)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            ours(torch.arange(20)).sum().backward()
+            ours.step()
+            ours.save(tmp_path / "saved")
+            old = weakref.ref(ours.shards[0].store)
+            ours.load(tmp_path / "saved")
+
+            assert old() is None
+    finally:
+        gc.enable()

@@ -11,6 +11,7 @@ import torch
 
 from compressors.registry import CodecSpec
 from stages.sync.fleet import Fleet
+from stages.sync.problems import VectorShard
 from stages.sync.rules import FrozenAdam, OuterStep
 from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
 from stages.sync.strategy import SyncResult
@@ -184,4 +185,61 @@ def test_adam_goes_on_as_if_nothing_was_after_a_resume() -> None:
 def test_frozen_adam_without_a_warm_up_is_refused() -> None:
     with pytest.raises(SyncSpecError, match="no variance to freeze"):
         Assembly(SyncSpec(name="quantized-adam", warmup=0), range(2))
-    assert FrozenAdam(warmup=1).state_dict() == {"count": 0}
+    assert FrozenAdam(warmup=1).state_dict() == {"count": 0, "warmup": 1}
+
+
+def way_after_the_freeze(
+    gradient_of: Any, *, num: int, sizes: tuple[int, ...] = (), warmup: int = 10
+) -> torch.Tensor:
+    """How far each coordinate moves in the ten steps after the warm-up."""
+    shard, rule = VectorShard(torch.zeros(num), lr=1e-3), FrozenAdam(warmup=warmup)
+    rule.cut_at(sizes)
+    for k in range(warmup + 10):
+        if k == warmup:
+            before = shard.x.clone()
+        shard.gradient = gradient_of(k)
+        rule.incoming(shard, k, SyncResult(value=rule.outgoing(shard, k)))
+    return (shard.x - before).abs()
+
+
+def test_a_coordinate_first_seen_after_the_warm_up_moves_about_as_fast_as_the_others() -> None:
+    seen = torch.ones(20)
+    seen[3] = 0.0
+
+    way = way_after_the_freeze(lambda k: 1e-2 * (seen if k < 10 else torch.ones(20)), num=20)
+
+    assert 1.0 < float(way[3] / way[0]) < 6.0  # it was 10,000 times as fast
+
+
+def test_a_tensor_has_a_floor_of_its_own_and_one_never_used_that_of_all() -> None:
+    scale = torch.cat([torch.full((10,), 1.0), torch.full((10,), 1e-4), torch.full((10,), 1.0)])
+    seen = torch.cat([torch.ones(20), torch.zeros(10)])
+
+    way = way_after_the_freeze(
+        lambda k: scale * (seen if k < 10 else 1.0), num=30, sizes=(10, 10, 10)
+    )
+
+    # The small gradients of the second are no less than others' by its own measure.
+    assert float(way[15] / way[0]) == pytest.approx(1.0, rel=0.01)
+    assert 1.0 < float(way[25] / way[0]) < 6.0
+
+
+def test_the_warm_up_that_was_saved_counts_in_a_longer_run_too() -> None:
+    first, fleet = run_adam(ADAM, 12)
+    saved = [replica.state_dict() for replica in fleet.replicas.values()]
+
+    def goes_on(sync: SyncSpec) -> tuple[list[Any], Fleet]:
+        trainers = quadratics(4, spread=1.0, noise=0.3, lr=0.03, dtype=torch.float32, dim=600)
+
+        def load(fleet: Fleet) -> None:
+            for index, replica in fleet.replicas.items():
+                replica.load_state_dict(saved[index])
+                trainers[index].shards[0].x = first[index].x.clone()
+
+        return trainers, run_fleet(trainers, sync, 20, during=load)
+
+    same, as_before = goes_on(ADAM)
+    longer, with_more = goes_on(replace(ADAM, warmup=100))
+
+    assert all(torch.equal(a.x, b.x) for a, b in zip(longer, same))
+    assert with_more.nbytes() == as_before.nbytes()  # the plan, too: no exact letters again

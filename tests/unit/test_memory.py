@@ -23,6 +23,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     assert memory.num_made == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hold", [
     lambda vector: vector,
     lambda vector: vector[5:9],

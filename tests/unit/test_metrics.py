@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_pipeline import Bench
 from synthetic_records import make_arm, make_step
 
+from netsim import link
 from ray_pipe.arms import ArmSummary, compare, running_mean, summarize, time_to_target
 from ray_pipe.ledger import LedgerError
 from ray_pipe.metrics import ArmMeter, MetricsFile, finite, to_json
@@ -239,13 +241,72 @@ def test_each_moment_of_a_stage_counts_once() -> None:
     )
 
 
-def test_an_outgoing_link_is_not_waiting_for_the_wire() -> None:
-    records = [record(stage=0, spans=(span("wire", "0->1 F0", 0.0, 1.0),)), record(stage=1)]
+def test_an_outgoing_link_is_not_waiting_for_the_wire_while_somebody_works() -> None:
+    working = span("compute", "F0", 0.0, 0.75)
+    records = [
+        record(stage=0, spans=(span("wire", "0->1 F1", 0.0, 1.0),)),
+        record(stage=1, spans=(working,)),
+    ]
 
     assert stage_times(records, starts={}) == [
-        StageTime(compute=0.0, encode=0.0, wire=0.0, bubble=1.0),
-        StageTime(compute=0.0, encode=0.0, wire=1.0, bubble=0.0),
+        StageTime(compute=0.0, encode=0.0, wire=0.25, bubble=0.75),
+        StageTime(compute=0.75, encode=0.0, wire=0.25, bubble=0.0),
     ]
+
+
+def test_another_replicas_frames_are_not_what_a_pipeline_waits_for() -> None:
+    records = [
+        record(stage=0, spans=(span("wire", "0->1 F0", 0.0, 1.0),)),
+        record(stage=1),
+        record(stage=2, replica=1),
+    ]
+
+    assert [time.wire for time in stage_times(records, starts={})] == [1.0, 1.0, 0.0]
+
+
+def test_a_frame_is_on_the_wire_until_it_has_arrived() -> None:
+    flight = span("wire", "0->1 F0", 0.0, 0.25)._replace(arrive_s=0.75)
+    records = [record(stage=0, spans=(flight,)), record(stage=1)]
+
+    assert stage_times(records, starts={})[1] == StageTime(
+        compute=0.0, encode=0.0, wire=0.75, bubble=0.25
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_latency_is_the_wires_time_and_no_bubble(num_stages: int) -> None:
+    assert share_of_the_wire(num_stages) > 0.9
+
+
+def test_mutant_spans_that_end_at_departure_lose_the_latency(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drain = link.Link.drain_spans
+    monkeypatch.setattr(
+        link.Link,
+        "drain_spans",
+        lambda self: [one._replace(arrive=one.depart) for one in drain(self)],
+    )
+
+    assert share_of_the_wire(2) < 0.1
+
+
+def test_a_links_own_track_ends_when_its_frame_has_left() -> None:
+    first = Bench(latency_s=0.2).run(steps=1).records[0][0]
+    frames = [one for one in first.spans if one.lane == "wire" and one.arrive_s is not None]
+
+    assert frames
+    assert all(one.end_s - one.start_s < 0.01 for one in frames)
+    assert all(one.arrive_s - one.end_s == pytest.approx(0.2) for one in frames)
+
+
+def share_of_the_wire(num_stages: int) -> float:
+    """Of a step that computes in no time, over links of 100 Mbit/s and 200 ms."""
+    meter = ArmMeter("fp32")
+    for step in Bench(num_stages=num_stages, latency_s=0.2).run(steps=2).records:
+        row = meter.add(step)
+    assert row.time_share is not None
+    return row.time_share["wire"]
 
 
 def test_a_window_starts_where_the_last_step_ended() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ray_pipe.config import RunConfig
+from ray_pipe.errors import ConfigError
 from ray_pipe.plans import Arm, arms_of
-from ray_pipe.replica_plans import sync_spec
+from ray_pipe.replica_plans import fleet_spec, sync_spec
 from ray_pipe.workload import gpt_workload
 from stages.plan import StepPlan, Turn
 
@@ -148,3 +149,19 @@ def test_quantized_adam_sends_few_bits_in_every_arm_but_fp32() -> None:
     assert names == ["fp32", "directq+ef"]
     given = config.with_overrides(["sync.codec=fp16"])
     assert sync_spec(given, "fp32", num_steps=99).payload.name == "fp16+ef"
+
+
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        ("local", r"sync.local_steps=8 \(the default\): the run has 6 steps"),
+        ("quantized-adam", r"sync.warmup=9: the run has 6 steps"),
+    ],
+)
+def test_what_would_begin_after_the_last_epoch_is_refused(sync: str, message: str) -> None:
+    """How many steps an epoch has is known when the data is: still before Ray starts."""
+    options = {"sync.warmup": 9} if sync == "quantized-adam" else {}
+    config = RunConfig.from_dict({"sync.replicas": 2, "sync.name": sync, "epochs": 2, **options})
+
+    with pytest.raises(ConfigError, match=message):
+        fleet_spec(config, "fp32", num_steps=6)

@@ -14,6 +14,8 @@ from stages.sync.strategies import Assembly, SyncSpec
 class Wire:
     """A link that only remembers."""
 
+    busy_until = 0.0
+
     def __init__(self) -> None:
         self.headers: list[FrameHeader] = []
 
@@ -80,6 +82,8 @@ def test_one_letter_to_several_is_one_frame() -> None:
     frames: dict[int, list[object]] = {1: [], 2: []}
 
     class Keeps:
+        busy_until = 0.0
+
         def __init__(self, target: int) -> None:
             self._target = target
 

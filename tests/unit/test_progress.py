@@ -399,6 +399,30 @@ def test_faster_steps_that_miss_the_loss_are_no_gain() -> None:
     )
 
 
+NO_FP32 = [
+    {**arm, "loss_gap": None, "speedup": 1.0, "time_to_target_s": None,
+     "time_to_target_speedup": None}
+    for arm in (DIRECTQ, ACSGD)
+]  # fmt: skip
+
+
+def test_without_fp32_the_verdict_says_that_it_is_missing() -> None:
+    assert verdict(with_arms(*NO_FP32)) == (
+        "There is no fp32 arm with a final loss to compare with, so what compression gains is not "
+        "known: --compare fp32,directq,acsgd adds one."
+    )
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_without_fp32_there_is_no_speed_up_to_show(width: int) -> None:
+    console = terminal(width)
+
+    show_results(console, with_arms(*NO_FP32), None)
+
+    assert "1.00x" not in text_of(console)
+    assert "2.80x" not in text_of(console)
+
+
 def test_one_arm_gives_no_verdict_but_the_way_to_one() -> None:
     assert "--compare fp32,directq,acsgd" in verdict(with_arms(ACSGD))
     assert "--compare fp32,directq,acsgd" in verdict(with_arms(FP32))

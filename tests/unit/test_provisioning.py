@@ -75,6 +75,20 @@ def test_queries_use_only_labels_that_exist() -> None:
     assert strangers('ray_pipe_loss{stage=~"1"}') == {"stage"}
 
 
+def test_lines_of_a_panel_can_be_told_apart() -> None:
+    legends = {
+        panel.title: [query.legend for query in panel.queries]
+        for row in ROWS.values()
+        for panel in row
+    }
+
+    assert [title for title, own in legends.items() if len(set(own)) < len(own)] == []
+    assert legends["Groups and conflicts"] == [
+        "{{run}} {{arm}} groups",
+        "{{run}} {{arm}} conflicts",
+    ]
+
+
 def test_legends_name_the_labels_of_their_query() -> None:
     for panel in (panel for row in ROWS.values() for panel in row):
         for query in panel.queries:

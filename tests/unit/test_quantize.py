@@ -77,6 +77,7 @@ def test_t10_has_every_cell_of_the_table() -> None:
     assert len(TABLE) == len(cells) == 16
 
 
+@pytest.mark.slow
 def test_t10_codecs_declared_safe_contract_below_the_theorems_bound() -> None:
     everything = [
         *(Uniform(b, grid=g, rounding=r)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 
@@ -121,3 +122,10 @@ def test_a_failure_tells_its_story_in_one_sentence() -> None:
     assert str(DIED) == "stage 1 died in step 7: killed"
     assert pickle.loads(pickle.dumps(failure)) == failure
     assert failure.as_dict()["replaced"] == [1]
+
+
+def test_a_failure_comes_back_from_what_was_written_of_it() -> None:
+    failure = replace(DIED, replaced=(1,), spares=(1,), resumed_from=6, phases={"ask": 0.5})
+
+    assert Failure.from_dict(json.loads(json.dumps(failure.as_dict()))) == failure
+    assert Failure.from_dict({**DIED.as_dict(), "of another version": 1}) == DIED

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic_records import make_arm
+from synthetic_records import make_arm, make_step
 
 from ray_pipe.arms import compare, summarize
 from ray_pipe.metrics import ArmMeter, StepRow
@@ -34,6 +34,7 @@ from ray_pipe.report_markup import (
     three,
 )
 from ray_pipe.report_scales import log_ticks, place_labels, spread, stack, thin, ticks
+from ray_pipe.report_sections import gantt_section
 from stages.record import StepRecord
 
 VOID = {"meta", "br", "input", "hr", "link", "img"}
@@ -237,6 +238,18 @@ def test_the_pipeline_shows_every_micro_batch_of_every_stage(run: Run, rendered:
     assert forward == 2 * 3 * 4  # two scales, three arms, four stages
     assert "wire 0-&gt;1 F3" in text
     assert f"fp32: step {steps['fp32'][0].step}, " in text
+
+
+def test_the_pipeline_shows_a_whole_step_where_the_last_one_is_short() -> None:
+    whole, short = (
+        make_step(step=step, start_s=float(step), num_micro_batches=count)
+        for step, count in ((6, 4), (7, 2))
+    )
+
+    text = gantt_section([{"name": "fp32"}], {"fp32": [*whole, *short]})
+
+    assert "fp32: step 6, " in text
+    assert "fp32: step 7, " in gantt_section([{"name": "fp32"}], {"fp32": short})
 
 
 def test_the_exact_command_and_the_native_core_are_shown(rendered: Any) -> None:
@@ -539,3 +552,10 @@ def test_failures_have_a_section_and_a_run_without_any_has_none() -> None:
     assert "2.5" in text
     assert "the run ended" in text
     assert "Failures" not in render_report({"arms": [], "failures": []})
+
+
+def test_without_an_fp32_arm_no_comparison_is_shown() -> None:
+    arms = [{"name": name, "final_loss": 1.0, "speedup": 1.0} for name in ("directq", "acsgd")]
+
+    assert "speed-up" not in render_report({"arms": arms})
+    assert "step speed-up" in render_report({"arms": [*arms, {"name": "fp32", "speedup": 1.0}]})

@@ -12,13 +12,16 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
+from ray_pipe import pipeline as pipelines
 from ray_pipe import rescue as module
 from ray_pipe.checkpoint_files import CheckpointError
-from ray_pipe.cluster import NotIntroduced
+from ray_pipe.cluster import GUEST, NotIntroduced
 from ray_pipe.errors import ClusterError, StageDied
+from ray_pipe.failures import Silent
 from ray_pipe.pipeline import CallsFailed
+from ray_pipe.pulse import PULSE_S
 from ray_pipe.recovery import PHASES, Failure, Status
-from ray_pipe.rescue import Rescue
+from ray_pipe.rescue import Interrupted, Rescue
 from stages.state import StateError
 
 
@@ -32,8 +35,12 @@ class FakeRay:
             raise calls[-1]
         return calls[-1]
 
+    def put(self, value: Any) -> Any:
+        return value.tobytes()
+
     def wait(self, calls: list[Any], *, num_returns: int, timeout: float) -> Any:
-        return calls, []
+        ready = [call for call in calls if call[-1] != "never"]
+        return ready, [call for call in calls if call not in ready]
 
 
 class Saves:
@@ -47,10 +54,10 @@ class Saves:
     def newest(self) -> int | None:
         return self._steps[-1] if self._steps else None
 
-    def load(self, step: int) -> list[Any]:
+    def load(self, step: int) -> list[bytes]:
         if step in self._damaged:
             raise CheckpointError(f"step {step} was cut off.")
-        return ["first", "second"]
+        return [b"first", b"second"]
 
     def refuse(self, why: str) -> None:
         self._steps.pop()
@@ -65,6 +72,8 @@ class Pipeline:
         self.num_set_ups = 0
         self._refuse = refuse
         self.epoch_s = 0.0
+        self.pulse = lambda doing: SimpleNamespace(look=lambda waiting: {})
+        self.patience_s = lambda: 300.0
 
     def set_up(self, stages: range) -> dict[Any, int]:
         self.num_set_ups += 1
@@ -84,7 +93,8 @@ class Pipeline:
 
 
 def restore(pipeline: Any, statuses: list[Status], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "ray", FakeRay())
+    for one in (module, pipelines):
+        monkeypatch.setattr(one, "ray", FakeRay())
     item: Any = SimpleNamespace(plan=SimpleNamespace(step=7))
     return Rescue(pipeline, item, {})._restore(statuses)
 
@@ -96,7 +106,7 @@ def test_a_lost_box_sends_all_to_the_checkpoint(monkeypatch: pytest.MonkeyPatch)
     pipeline = Pipeline(Saves(damaged=set()))
 
     assert restore(pipeline, LOST, monkeypatch).step == 5
-    assert pipeline.restored == [(0, 5, "first"), (1, 5, "second")]
+    assert pipeline.restored == [(0, 5, [b"first"]), (1, 5, [b"second"])]  # lent, see `lend`
 
 
 def test_a_damaged_checkpoint_sends_all_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +152,8 @@ class Crew:
         self.asked: list[str] = []
         self.fail_at: dict[str, list[dict[int, Exception]]] = {}
         self.ended: list[int] = []
+        self.looked: list[set[int]] = []
+        self.silent: dict[int, Exception] = {}
         found = iter(heard)
         self.blamed: list[set[int]] = []
 
@@ -181,6 +193,8 @@ class Crew:
             set_up=self._set_up,
             results=self._results,
             excuses=lambda failure: False,
+            pulse=lambda doing: SimpleNamespace(look=self._look),
+            patience_s=lambda: 1200.0,
         )
         self.pipeline.on_failure = self.pipeline.told.append
 
@@ -202,7 +216,12 @@ class Crew:
         self.replaced.append((tuple(stages), set(avoid)))
         return set(stages)
 
-    def _introduce(self) -> None:
+    def _look(self, waiting: Any) -> dict[int, Exception]:
+        self.looked.append(set(waiting))
+        return {index: error for index, error in self.silent.items() if index in waiting}
+
+    def _introduce(self, *, look: Any) -> None:
+        look([0, 1, 2, GUEST])
         error = self.introductions.pop(0) if self.introductions else None
         if error is not None:
             raise error
@@ -325,3 +344,59 @@ def test_when_it_cannot_start_elsewhere_either_the_run_ends(
 
     with pytest.raises(ClusterError):
         crew.recover()
+
+
+def test_whoever_was_there_before_is_watched_while_a_new_process_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[({1}, set())])
+
+    crew.recover()
+
+    assert crew.looked == [{0, 2}]
+
+
+def waits(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> tuple[float, dict[int, Any]]:
+    """How long the going back of stages 0 and 2, which never ends, is waited for; who is blamed."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module.ray, "wait", clock.wait)
+    item: Any = SimpleNamespace(plan=SimpleNamespace(step=7))
+    rescue = Rescue(crew.pipeline, item, {})
+
+    with pytest.raises(Interrupted) as interrupted:
+        rescue._failed({("restore", i, "never"): i for i in (0, 2)}, 1200.0)
+
+    return clock.now, interrupted.value.errors
+
+
+class Clock:
+    """Virtual time, in which nobody answers."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, calls: list[Any], *, num_returns: int, timeout: float) -> Any:
+        self.now += timeout
+        return [], calls
+
+
+def test_a_stage_that_stops_while_going_back_is_missed_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew = Crew(monkeypatch, heard=[])
+    crew.silent = {2: Silent(15.0, "going back")}
+
+    after_s, blamed = waits(crew, monkeypatch)
+
+    assert (after_s, blamed) == (PULSE_S, crew.silent)
+
+
+def test_stages_that_live_may_take_as_long_as_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    after_s, blamed = waits(Crew(monkeypatch, heard=[]), monkeypatch)
+
+    assert after_s == 1200.0
+    assert sorted(blamed) == [0, 2]
+    assert isinstance(blamed[0], GetTimeoutError)

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from ray_pipe.config import RunConfig
+from ray_pipe.data import DatasetSamples
 from ray_pipe.errors import TrainingError
-from ray_pipe.results import write_all
+from ray_pipe.report import render_report
+from ray_pipe.results import command_of, results_of, write_all
 from ray_pipe.trainer import Silent
+from ray_pipe.workload import blocks_workload
+from stages.loss import cross_entropy
 
 
 class Told(Silent):
@@ -18,6 +25,10 @@ class Told(Silent):
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
+        self.notes: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
 
     def on_warning(self, text: str) -> None:
         self.warnings.append(text)
@@ -60,3 +71,56 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(tmp_path: Path, full: None
 
     (text,) = observer.warnings
     assert "results.json could not be written: no space left on device; free space" in text
+
+
+@pytest.mark.parametrize("why", [KeyboardInterrupt(), TrainingError("stage 1 died")])
+def test_the_folder_of_a_run_that_was_stopped_is_told(tmp_path: Path, why: BaseException) -> None:
+    stopped, done = Told(), Told()
+
+    def run() -> None:
+        try:
+            raise why
+        finally:
+            write_all(tmp_path, {"name": "x"}, [], stopped)
+
+    with pytest.raises(type(why)):
+        run()
+    write_all(tmp_path, {"name": "x"}, [], done)
+
+    assert stopped.notes == [f"what was done until then is in {tmp_path}"]
+    assert done.notes == []
+
+
+class Waves(list[Any]):
+    """A dataset of one's own."""
+
+
+class Net(nn.Sequential):
+    """A model of one's own."""
+
+
+def test_an_own_model_is_described_by_its_classes_and_never_as_the_default() -> None:
+    samples = DatasetSamples(Waves([(torch.ones(4), torch.tensor(0))] * 8))
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()]
+    own = blocks_workload(blocks, loss=cross_entropy, samples=samples, seed=0)
+    whole = blocks_workload(Net(*blocks), loss=cross_entropy, samples=samples, seed=0)
+
+    results = results_of(RunConfig(), [], [], own=own)
+    text = json.dumps(results) + render_report(results)
+
+    assert results["own"] == {
+        "model": "Linear, Tanh", "num_blocks": 3, "dataset": "Waves", "num_samples": 8,
+    }  # fmt: skip
+    assert whole.name == "Net"
+    assert "Linear, Tanh on Waves" in text
+    assert "gpt-tiny" not in text
+    assert "pydoc" not in text
+
+
+def test_the_command_is_told_only_where_there_was_one() -> None:
+    again = "python -m ray_pipe.run --steps 2 --name 'a b'"
+
+    assert command_of(["/x/ray_pipe/run.py", "--steps", "2", "--name", "a b"]) == again
+    assert command_of(["/x/bin/ray-pipe", "--steps", "2", "--name", "a b"]) == again
+    assert command_of(["train.py", "--steps", "2"]) is None
+    assert "command" not in results_of(RunConfig(), [], [])  # pytest's, and no command of ours

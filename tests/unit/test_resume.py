@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from saved_runs import SavedRun
 
 from ray_pipe.checkpoint_files import CheckpointError, locate
 from ray_pipe.config import RunConfig
-from ray_pipe.resume import Resume, default_folder, find_resume
+from ray_pipe.resume import Resume, default_folder, find_resume, load
+from ray_pipe.trainer import Result
+from stages.digest import hardware
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,19 @@ def test_other_code_is_a_warning(done: SavedRun, monkeypatch: pytest.MonkeyPatch
     assert "written by other code (ray_pipe 0.1.0 there, 9.9 here)" in start.notes[-1]
 
 
+def test_other_processors_are_a_warning_once_the_stages_are_known(done: SavedRun) -> None:
+    start = Resume(store=done.store).start(done.arm)
+    assert start.checkpoint is not None
+    blocks = [{"blocks": start.checkpoint.manifest.blocks, "hardware": hardware("cpu")}]
+    pipeline: Any = SimpleNamespace(infos=blocks, load_states=lambda states: None)
+
+    assert load(pipeline, start, done.arm) == []
+    blocks[0]["hardware"] = {**hardware("cpu"), "capability": "AVX9000"}
+    (note,) = load(pipeline, start, done.arm)
+
+    assert "this run computes on cpu AVX9000: the last bits may differ" in note
+
+
 # --- what `--resume` finds --------------------------------------------------------------------
 
 
@@ -241,3 +257,23 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_000002").mkdir()
     with pytest.raises(CheckpointError, match="its writing never ended"):
         locate(str(tmp_path / "checkpoint_000002"))
+
+
+def test_a_result_tells_the_checkpoints_that_were_kept_with_the_numbers_of_their_steps(
+    made: SavedRun,
+) -> None:
+    saved = made.store.checkpoints("acsgd")
+    losses = [(0.5 * (step + 1), step, 3.0 - step / 10) for step in range(6)]
+    rest: dict[str, Any] = {"path": str(made.path), "results": {}, "model_state": {}}
+
+    result = Result(metrics={"losses": losses}, checkpoint=saved[-1], **rest)
+    before = Result(metrics={"losses": losses}, checkpoint=saved[-2], **rest)
+
+    assert [one.path for one, _ in result.best_checkpoints] == [one.path for one in saved]
+    assert [numbers for _, numbers in result.best_checkpoints] == [
+        {"step": 2, "loss": 2.9, "wall_s": 1.0},
+        {"step": 4, "loss": 2.7, "wall_s": 2.0},
+        {"step": 6, "loss": 2.5, "wall_s": 3.0},
+    ]
+    assert [one.step for one, _ in before.best_checkpoints] == [2, 4]
+    assert Result(metrics={"losses": losses}, **rest).best_checkpoints == []

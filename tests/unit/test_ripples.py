@@ -12,12 +12,13 @@ import torch
 from compressors.frame import FrameHeader
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
+from netsim.faults import FaultyLink
 from stages.sync.exchange import Exchange
 from stages.sync.fleet import Fleet
 from stages.sync.generator import GroupGenerator
 from stages.sync.isolation import components
 from stages.sync.payload import VectorCoder
-from stages.sync.post import Post
+from stages.sync.post import Inbox, Post
 from stages.sync.problems import ComputeTime
 from stages.sync.ripples import Ripples, by_node, ruler
 from stages.sync.strategies import Assembly, SyncSpec, SyncSpecError
@@ -314,3 +315,57 @@ def test_mutant_without_the_guard_the_filter_leaves_a_straggler_apart() -> None:
 def test_options_that_cannot_work_are_refused(sync: SyncSpec, message: str) -> None:
     with pytest.raises(SyncSpecError, match=message):
         Assembly(sync, range(8))
+
+
+def letters_kept(num: int, *, dies: int | None = None, lost: float = 0.0) -> tuple[int, set[int]]:
+    """Most letters that a replica keeps after 60 s, and whom they were for."""
+    count = iter(range(1 << 30))
+
+    def wrap(link: Any) -> FaultyLink:
+        own = FaultyLink(link, seed=next(count))
+        return own.drop(share=lost) if lost else own
+
+    async def main() -> Fleet:
+        fleet = Fleet(
+            sync=replace(PAIRS, deadline_s=4.0),
+            topology=slow_net(num, rate_bps=1e7),
+            wrap_link=wrap,
+            **priced(num, uniform_time(num)),
+        )
+        if dies is not None:
+            asyncio.get_running_loop().call_later(30.0, fleet.kill, dies)
+        await fleet.run_for(60.0)
+        return fleet
+
+    fleet = run_virtual(main())
+    kept = [r.exchanges[0].inbox for i, r in fleet.replicas.items() if i != dies]
+    return max(one.num_kept for one in kept), {target for one in kept for target in one._sent}
+
+
+def test_what_was_sent_is_kept_for_the_groups_that_run_not_for_every_peer() -> None:
+    # A letter each way and piece: two in a pair, four in a group of three.
+    assert letters_kept(32)[0] <= 6
+    assert letters_kept(32, lost=0.01)[0] <= 10
+    assert 5 not in letters_kept(16, dies=5)[1]
+
+
+def test_mutant_keeping_it_until_the_next_meeting_keeps_as_much_as_there_are_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Inbox, "release", lambda self, epoch, number: None)
+
+    assert letters_kept(32)[0] > 30
+
+
+def test_nobody_is_told_to_forget_a_group_that_somebody_is_still_in() -> None:
+    made = GroupGenerator(group_size=2, isolation_rounds=0)
+    for replica in (0, 1):
+        made.register(replica)
+    first = [made.request(r, number=1, counter=0, now=0.0)[0] for r in (0, 1)]
+    made.done(first[0].gid, 0, number=1, ok=True, now=1.0)  # 1 still asks for what it lacks
+    made.register(2)
+    second = made.request(0, number=2, counter=1, now=2.0)[0]
+    assert (second.members, second.over) == ((0, 2), first[0].gid)
+
+    made.done(first[0].gid, 1, number=1, ok=True, now=3.0)
+    assert made.request(0, number=2, counter=1, now=4.0)[0].over == second.gid

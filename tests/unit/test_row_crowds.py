@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
+import pytest
 
 from stages.embedding.row_rules import RowAdagrad, Uniform
 from stages.embedding.row_store import RowStore, RowTable
@@ -83,6 +84,7 @@ def test_short_and_odd_calls_read_what_long_ones_read() -> None:
             assert not out[300:].any()
 
 
+@pytest.mark.slow
 def test_a_million_operations_neither_leak_nor_share_a_cell() -> None:
     """Inserts, evictions, prunes and steps: chunks are counted right, bytes stay flat."""
     store, rows = small(

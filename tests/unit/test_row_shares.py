@@ -51,6 +51,7 @@ def nbytes(table: RowTable) -> int:
     return stats["rows"] * stats["row_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("dims", [(8, 64), (32, 24)])
 def test_a_table_that_comes_later_gets_room_from_the_one_that_filled_the_store(
@@ -72,6 +73,7 @@ def test_a_table_that_comes_later_gets_room_from_the_one_that_filled_the_store(
         assert table.inserted - table.evicted == table.stats()["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", CORES)
 def test_tables_that_take_turns_settle_with_fair_parts(core: str) -> None:
     """Three of one size and the same use: none below half of another, and few rows are moved."""
@@ -106,6 +108,7 @@ def test_mutant_a_table_that_evicts_only_its_own_finds_no_room(
     assert "lru" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("core", CORES)
 def test_a_call_that_fits_nowhere_is_refused_and_half_of_the_others_is_left(core: str) -> None:
     _, (first, second) = tables(core, 64, 64, capacity="1MiB")

@@ -62,6 +62,7 @@ def test_rows_come_back_bit_for_bit_with_state_and_utilities(core: str, tmp_path
     assert rows.tier.read_batch([]) == []
 
 
+@pytest.mark.slow
 @both
 def test_a_capped_table_with_a_disk_trains_as_one_without_a_cap(core: str, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
@@ -198,6 +199,7 @@ def test_only_a_table_made_for_it_can_spill(tmp_path: Path) -> None:
         SpillingTable(store, store.table("t", dim=2), LmdbTier(tmp_path, max_bytes=1 << 24))
 
 
+@pytest.mark.slow
 @both
 def test_tables_of_one_store_make_room_for_each_other_and_lose_no_bit(
     tmp_path: Path, core: str
@@ -224,3 +226,29 @@ def test_tables_of_one_store_make_room_for_each_other_and_lose_no_bit(
     assert stats["a"]["spilled_rows"] > 600
     assert core == "twin" or stats["b"]["recalled"] > 100  # the twin has no queues to pay for
     small.close()
+
+
+@both
+def test_rows_on_disk_still_take_the_bytes_that_the_documents_say(
+    tmp_path: Path, core: str
+) -> None:
+    """D = 16, no `max_rows`: a disk lifts the capacity by the part of a row that can go down."""
+    table = Table(name="a", dim=16, optimizer=RowAdagrad(lr=0.1))
+    capacity = (1 << 20) if core == "native" else (1 << 16)
+    shard = Shard(
+        (table,), tau=0, capacity=capacity, slab="16KiB", pages="4k", core=core, spill=tmp_path
+    )  # fmt: skip
+    rows, ids = shard.rows["a"], np.arange(50, dtype=np.int64)
+
+    def fill() -> None:
+        for first in range(0, 500_000, 50):
+            rows.pull(ids + first)
+
+    with pytest.raises(StoreFullError) as caught:
+        fill()
+
+    stats = rows.stats()
+    assert capacity / 96 < stats["spilled_rows"] < capacity / 44
+    assert stats["spilled_rows"] > 0.8 * stats["rows"]
+    assert "on disk, which keep about 46 bytes each here" in str(caught.value)
+    assert "evict instead of spilling" in str(caught.value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
 import threading
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -26,6 +28,7 @@ from stages.embedding.row_store import RowStore, RowTable
 
 CORES = ["native", "twin"]
 both = pytest.mark.parametrize("core", CORES)
+STORES: weakref.WeakKeyDictionary[RowTable, RowStore] = weakref.WeakKeyDictionary()
 EXTREME = [0, -1, 2**63 - 1, -(2**63), 2**56 - 1, 2**56]
 
 
@@ -35,7 +38,14 @@ def make(core: str, capacity: int | str = "8MiB", **options: Any) -> RowStore:
 
 def table(core: str = "native", capacity: int | str = "8MiB", **options: Any) -> RowTable:
     options = {"dim": 8, "optimizer": Sgd(lr=0.5), "init": Uniform(0.1), "seed": 7} | options
-    return make(core, capacity).table("user", **options)
+    store = make(core, capacity)
+    rows = store.table("user", **options)
+    STORES[rows] = store
+    return rows
+
+
+def store_of(rows: RowTable) -> RowStore:
+    return STORES[rows]
 
 
 def ids(*values: int) -> Any:
@@ -241,8 +251,7 @@ def test_at_capacity_the_least_recent_rows_make_room() -> None:
     rows = table(capacity="512KiB", dim=16, evict="lru")
     for start in range(0, 40_000, 500):
         rows.lookup(np.arange(start, start + 500, dtype=np.int64))
-    store = rows._store
-    assert isinstance(store, RowStore)
+    store = store_of(rows)
 
     assert store.stats()["evicted"] > 30_000
     assert store.stats()["used_bytes"] <= 512 * 1024
@@ -260,8 +269,7 @@ def test_a_table_grows_one_segment_of_sixty_four_at_a_time_and_loses_nobody() ->
     weights, found = rows.multi_get(keys)
     assert found.all()
     assert weights.tobytes() == rows.initial(keys).tobytes()
-    store = rows._store
-    assert isinstance(store, RowStore)
+    store = store_of(rows)
     # Each segment doubled eight times: a pause moves a 64th of the rows. How
     # long one is depends on the machine's neighbours; that it is looked at does not.
     assert store.stats()["growths"] == 8 * 64
@@ -384,8 +392,7 @@ def test_interleaved_transactions_do_what_sequential_ones_do_and_really_suspend(
         rows = table(dim=4, init=Constant(0.0))
         result = rows.run("add", offsets, keys, payload, batch=batch, interleave=interleave)
         assert result.ok
-        store = rows._store
-        assert isinstance(store, RowStore)
+        store = store_of(rows)
         assert (store.stats()["resumes"] > 0) == interleave
         results.append({k: w for p in rows.scan() for k, w in zip(p.keys, p.weights().tolist())})
 
@@ -435,7 +442,7 @@ def test_a_table_that_cannot_be_is_explained(options: dict[str, Any], message: s
 def test_a_store_cannot_be_pickled_or_used_after_a_fork() -> None:
     rows = table()
     rows.lookup(ids(1))
-    store = rows._store
+    store = store_of(rows)
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(store)
 
@@ -752,3 +759,19 @@ def test_a_restored_table_goes_on_bit_for_bit(core: str) -> None:
 
     assert everything(first) == everything(second)
     assert oldest_first(first) == oldest_first(second)
+
+
+@both
+def test_a_store_that_nobody_holds_is_gone_at_once(core: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        store = make(core)
+        rows = store.table("user", dim=4, evict="lru")
+        rows.lookup(ids(1, 2, 3))
+        known = weakref.ref(store), weakref.ref(rows)
+        del store, rows
+
+        assert [one() for one in known] == [None, None]
+    finally:
+        gc.enable()

@@ -70,6 +70,8 @@ def run(program: Path, test: str, mutant: str = "none", seconds: float = 1.0) ->
         "growth",  # 14
         "bad_alloc",  # 17
         "training",  # recency, pruning and slabs beside training
+        "full_and_held",  # a full LRU table, and snapshots that pin what it evicts
+        "evicted_in_vain",
         "same_beginning",  # 19: rows depend on (seed, table, key) only
         "cells",  # 19 (embeddings 25): alive + free = total, over a million rows
     ],
@@ -102,6 +104,8 @@ def test_the_store_keeps_its_promises_under_threads(stress: Path, test: str) -> 
         ("lane_local_init", "same_beginning"),
         ("cell_freed_twice", "cells"),
         ("cell_forgotten", "cells"),
+        ("snapshot_before_rows", "full_and_held"),
+        ("popped_before_commit", "evicted_in_vain"),
     ],
 )
 def test_mutant_a_broken_rule_of_the_protocol_is_seen(stress: Path, mutant: str, test: str) -> None:

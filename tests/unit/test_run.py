@@ -156,6 +156,20 @@ def test_every_flag_of_the_issue_is_there_with_help() -> None:
     assert "examples:" in help_text
 
 
+def test_the_help_of_a_flag_names_every_choice() -> None:
+    helps = {flag: a.help or "" for a in make_parser()._actions for flag in a.option_strings}
+    choices = {
+        "--precision": ("fp32", "bf16"),
+        "--schedule": ("gpipe", "1f1b"),
+        "--transport": ("push", "refs"),
+        "--task": ("text", "ctr"),
+    }
+
+    missing = [(f, word) for f, words in choices.items() for word in words if word not in helps[f]]
+
+    assert missing == []
+
+
 DEFAULTS = {
     "--model": "gpt-tiny",
     "--data": "pydoc",
@@ -258,6 +272,9 @@ ADAM = ["--replicas", "4", "--sync", "quantized-adam", "--steps", "10", "--set"]
         (["--task", "ctr", "--shards", "0"], ["embedding.shards is 0", "at least 1"]),
         (["--task", "ctr", "--capacity", "6"], ["--capacity:", "'6GiB'"]),
         (["--task", "ctr", "--capacity", "1KiB"], ["embedding.capacity", "at least"]),
+        (["--codec", "acsgd", "--compare", "fp32,directq"], ["codec.name is 'acsgd' but compare"]),
+        (["--codec", "directq", "--compare", "fp32,acsgd"], ["codec.name is 'directq' but"]),
+        (["--codec", "topk", "--set", "compare=fp32"], ["codec.name is 'topk' but compare lists"]),
         (["--task", "ctr", "--compare", "fp32"], ["compare lists fp32", "--codec", "--wire"]),
         (["--task", "ctr", "--data", "none.tsv"], ["no such file", "Criteo", "synthetic"]),
         (["--task", "ctr", "--data", "pydoc"], ["pydoc is text", "--data synthetic"]),
@@ -276,6 +293,18 @@ ADAM = ["--replicas", "4", "--sync", "quantized-adam", "--steps", "10", "--set"]
         ([*LOCAL, "sync.outer_momentum=1"], ["sync.outer_momentum 1", "not including, 1"]),
         ([*LOCAL, "sync.local_steps=11"], ["sync.local_steps=11", "10 steps", "never agree"]),
         ([*ADAM, "sync.warmup=10"], ["sync.warmup=10", "10 steps", "a tenth"]),
+        (
+            ["--replicas", "4", "--sync", "local", "--steps", "5"],
+            ["sync.local_steps=8 (the default)", "5 steps", "never agree"],
+        ),
+        (
+            ["--replicas", "4", "--sync", "quantized-adam", "--steps", "4"],
+            ["sync.warmup=4 (the default)", "4 steps", "all of them"],
+        ),
+        (["--replicas", "2", "--sync-bits", "2"], ["sync.bits=2", "send fp32", "directq"]),
+        (["--set", "sync.rejoin=true"], ["sync.rejoin=True", "one replica", "--replicas 2"]),
+        (["--sync-codec", "directq"], ["sync.codec=directq", "one replica"]),
+        (["--set", "sync.group_size=3"], ["sync.group_size=3", "one replica"]),
         ([*ADAM, "optim.name=sgd"], ["optim.name=sgd", "Adam of its own"]),
         ([*HOP, "sync.local_steps=8"], ["sync.local_steps=8", "ripples or ad-psgd or local"]),
         (["--replicas", "4", "--set", "sync.skip=8"], ["sync.skip=8: allreduce", "--sync hop"]),

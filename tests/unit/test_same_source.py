@@ -10,8 +10,8 @@ import torch
 from ray_pipe import same_source
 from ray_pipe.errors import ClusterError
 from ray_pipe.planner.placement import Node
-from ray_pipe.same_source import refuse_other_source
-from stages.digest import software, source_digest
+from ray_pipe.same_source import other_hardware, refuse_other_source
+from stages.digest import hardware, software, source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,17 @@ def test_a_core_that_was_built_before_cores_told_their_source_is_none_of_ours() 
 
     with pytest.raises(ClusterError, match=r"built from an unknown one"):
         refuse_other_source([info("aaaa", native="")])
+
+
+def test_a_mixture_of_processors_is_told_by_stage_and_kind() -> None:
+    wide, narrow = (
+        {"hardware": hardware("cpu") | {"capability": kind}} for kind in ("AVX512", "AVX2")
+    )
+
+    assert other_hardware([wide, wide]) == ""
+    assert "(cpu AVX512: stage 0, 2; cpu AVX2: stage 1): a stage that has to move" in (
+        other_hardware([wide, narrow, wide])
+    )
 
 
 def test_all_that_a_stage_tells_of_its_software_is_compared() -> None:

@@ -55,6 +55,22 @@ def test_a_run_of_old_with_a_topology_and_the_default_links_beside_it_can_be_res
     check_links(config)
 
 
+def test_a_run_of_old_with_the_default_codec_beside_a_comparison_without_it_can_be_resumed(
+    run: SavedRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(run.path, folder)
+    for path in folder.rglob("manifest.json"):
+        manifest = Manifest.from_json(path.read_bytes(), where="here")
+        codec = {**manifest.config["codec"], "name": "acsgd"}
+        old = {**manifest.config, "codec": codec, "compare": ["fp32", "directq"]}
+        path.write_bytes(dataclasses.replace(manifest, config=old).to_json())
+
+    config = config_of("--resume", str(folder))
+
+    assert [arm.name for arm in config.arms] == ["fp32", "directq"]
+
+
 def test_what_the_command_says_wins(run: SavedRun) -> None:
     config = config_of("--resume", str(run.path), "--steps", "9", "--set", "optim.lr=0.5")
 

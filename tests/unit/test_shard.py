@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from stages.embedding.chunk_prune import fold_pruned, index_bytes, real_bytes, r
 from stages.embedding.row_rules import Adam, RowAdagrad, Sgd, Uniform
 from stages.embedding.row_store import RowStore
 from stages.embedding.shard import Shard
+from stages.embedding.shard_table import ShardTable
 from stages.embedding.shard_terms import CapacityError, IdSet, UnknownTicketError
 from stages.embedding.tables import ChunkPrune, Table, check_tables, shard_of
 
@@ -171,6 +173,57 @@ def test_gradients_that_are_not_finite_are_refused_by_table_and_id(bad: float) -
     assert "table 'user': the gradients of 1 of 2 ids are not finite (77)" in settled.why
     assert one.version == 0
     assert (one.read({"user": ids(4, 77)})["user"].weights == before).all()
+
+
+def two_tables(folder: Path, num_steps: int) -> Shard:
+    """The rows of `spilled` that the first steps pulled are on disk by now."""
+    plain = {"dim": 2, "optimizer": Sgd(lr=1.0), "init": Uniform(0.1)}
+    tables = (Table("kept", **plain), Table("spilled", max_rows=8, spill=str(folder), **plain))
+    one = Shard(tables, tau=4, seed=7, capacity="4MiB", slab="16KiB", pages="4k", core=CORE)
+    for ticket in range(1, num_steps + 1):
+        there = np.arange(100 * ticket, 100 * ticket + 6)
+        one.pull(ticket, {"kept": IdSet(ids=ids(1, 2)), "spilled": IdSet(ids=there)})
+    return one
+
+
+def refuse(*args: Any) -> None:
+    raise OSError("cannot spill to /tmp: MDB_MAP_FULL")
+
+
+def test_a_push_that_the_disk_refuses_is_refused_as_a_whole_counted_and_told(
+    tmp_path: Path,
+) -> None:
+    one = two_tables(tmp_path, 2)
+    gradients = {"kept": np.ones((2, 2), np.float32), "spilled": np.ones((6, 2), np.float32)}
+    before = one.read({"kept": ids(1, 2)})["kept"].weights.tolist()
+    tier: Any = one.rows["spilled"].spilling.tier  # type: ignore[union-attr]
+    real, tier.write_batch = tier.write_batch, refuse
+    (settled,) = one.push(1, 0, gradients)
+    tier.write_batch = real
+    (again,) = one.push(1, 0, gradients)  # its acknowledgement was lost
+    (later,) = one.push(2, 0, gradients)
+
+    assert settled.outcome == again.outcome == "refused"
+    assert "shard 0, step 1: OSError: cannot spill to /tmp: MDB_MAP_FULL" in settled.why
+    assert one.counts.refused_pushes == 1
+    assert (later.outcome, one.version) == ("applied", 1)
+    moved = one.read({"kept": ids(1, 2)})["kept"].weights - np.array(before, np.float32)
+    assert moved == pytest.approx(-1)  # of the second step alone
+
+
+def test_mutant_tables_that_are_called_up_one_by_one_are_half_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShardTable, "call_up", lambda *_: None)
+    one = two_tables(tmp_path, 2)
+    tier: Any = one.rows["spilled"].spilling.tier  # type: ignore[union-attr]
+    tier.write_batch = refuse
+    gradients = {"kept": np.ones((2, 2), np.float32), "spilled": np.ones((6, 2), np.float32)}
+    before = one.read({"kept": ids(1, 2)})["kept"].weights.tolist()
+    (settled,) = one.push(1, 0, gradients)
+
+    assert one.read({"kept": ids(1, 2)})["kept"].weights.tolist() != before
+    assert "tables ['kept'] have taken this step, 'spilled' has not" in settled.why
 
 
 def test_an_id_evicted_between_pull_and_push_takes_no_neighbour_s_gradient() -> None:

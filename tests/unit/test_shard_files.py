@@ -14,13 +14,14 @@ import pytest
 from safetensors.numpy import load
 
 from stages.embedding import shard_folders
+from stages.embedding.row_errors import SnapshotExpiredError
 from stages.embedding.row_rules import Adam, RowAdagrad, Sgd, Uniform
 from stages.embedding.row_table import RowTable
 from stages.embedding.shard import Shard
 from stages.embedding.shard_files import ShardFileError, fill_shard, pack_shard
 from stages.embedding.shard_folders import save_shards, saved_shards
 from stages.embedding.shard_stream import keep_shard
-from stages.embedding.shard_terms import IdSet
+from stages.embedding.shard_terms import TICKETS_OF_A_SESSION, IdSet, touch_of
 from stages.embedding.tables import ChunkPrune, Table, shard_of
 
 CORE = "twin"
@@ -211,6 +212,51 @@ def test_the_order_of_use_is_exact_over_two_then_three_then_one_shard(
     assert set(rows_of(group)) == set(order[100:])
 
 
+def use(shard: Shard, session: int, *keys: int) -> None:
+    """Steps of one row each, of a stage 0 that began so many milliseconds into the run."""
+    for number, key in enumerate(keys, 1):
+        ticket = session * TICKETS_OF_A_SESSION + number
+        wanted = {"user": IdSet(ids=np.array([key]))}
+        v_read = shard.pull(ticket, wanted, touch=touch_of(session, ticket)).version
+        shard.push(ticket, v_read, {"user": np.zeros((1, 16), np.float32)})
+
+
+def test_the_order_of_use_is_exact_however_late_stage_0_began() -> None:
+    before, again, after = (shards(1, evict="lru", max_rows=100)[0] for _ in range(3))
+    minute = 60_000
+    use(before, 15 * minute, *range(10))
+    use(before, 20 * minute, *range(10, 20))  # tickets above 2 ** 40
+    fill_shard(again, [pack_shard(before)], num_shards=1)
+    use(again, 600 * 24 * 60 * minute, *range(20, 30))  # 600 days
+    fill_shard(after, [pack_shard(again)], num_shards=1)
+
+    assert before.store["user"].order()[0].tolist() == list(range(20))
+    assert after.store["user"].order()[0].tolist() == list(range(30))
+    steps = after.store["user"].order()[1] >> np.uint64(24)
+    assert (np.diff(steps.astype(np.int64)) > 0).all()
+
+
+def test_mutant_tickets_as_touches_are_refused_before_they_spoil_the_order() -> None:
+    (one,) = shards(1, evict="lru", max_rows=100)
+
+    with pytest.raises(ValueError, match=r"step \d+ is beyond 2 \*\* 40"):
+        one.pull(20 * 60_000 << 20, {"user": IdSet(ids=np.array([1]))})
+
+
+def test_a_file_that_counted_tickets_is_read_in_its_order_and_goes_on_above_it() -> None:
+    """As files were written before `touches`."""
+    before, after = (shards(1, evict="lru", max_rows=100)[0] for _ in range(2))
+    for number, key in enumerate((5, 3, 9, 4)):
+        session = (1 + number // 2) * 60_000
+        before.pull((session << 20) + number, {"user": IdSet(ids=np.array([key]))})
+    old = pack_shard(before).replace(b'\\"touches\\": 16', b'\\"no_such\\": 16')
+    fill_shard(after, [old], num_shards=1)
+    use(after, 10, 7)
+
+    assert after.touch_base < 1 << 30
+    assert after.store["user"].order()[0].tolist() == [5, 3, 9, 4, 7]
+
+
 def test_a_shard_that_takes_the_place_of_a_dead_one_counts_steps_as_the_others_do() -> None:
     """Its tickets go on, those of a run that was resumed begin anew: they need another base."""
     options: dict[str, Any] = {"evict": "lru", "max_rows": 40, "optimizer": Sgd(lr=0.1)}
@@ -253,6 +299,54 @@ def test_a_shard_is_written_as_it_was_kept_while_training_goes_on(core: str) -> 
     assert load(data)["user/rows"].shape == (len(rows), 16 + before.store["user"].core.record_bytes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spill", [False, True])
+def test_a_full_shard_is_saved_while_training_goes_on(spill: bool, tmp_path: Path) -> None:
+    table = Table(name="user", dim=16, optimizer=RowAdagrad(lr=0.1), evict="lru")
+    size = 1000 if CORE == "native" else 50  # a step; the twin is slow
+    options = {"capacity": 2200 * size, "slab": "16KiB", "pages": "4k", "core": CORE}
+    folder = tmp_path / "below" if spill else None
+    one = Shard((table,), index=0, tau=0, num_shards=1, spill=folder, **options)
+    generator = np.random.default_rng(4)
+    ticket, most = 0, size
+
+    def steps(num: int, size: int) -> None:
+        nonlocal ticket
+        for _ in range(num):
+            ticket += 1
+            ids = np.unique(generator.integers(0, 24 * most, size))
+            one.pull(ticket, {"user": IdSet(ids=ids)})
+            settled = one.push(ticket, one.version, {"user": np.ones((len(ids), 16), np.float32)})
+            assert settled[0].outcome == "applied"
+
+    def whole(shard: Shard) -> dict[int, bytes]:
+        parts = shard.rows["user"].scan()
+        return {int(k): raw.tobytes() for p in parts for k, raw in zip(p.keys, p.raw, strict=True)}
+
+    steps(60, size)
+    rows = one.rows["user"].rows
+    assert rows.stats()["spilled_rows"] if spill else rows.evicted  # it is full
+    before = whole(one)
+    with keep_shard(one) as kept:
+        steps(3, size // 10)
+        saved = kept.to_bytes()  # at capacity there is room for a checkpoint
+    other = Shard((table,), index=0, tau=0, num_shards=1, **{**options, "capacity": "64MiB"})
+    fill_shard(other, [saved], num_shards=1)
+    assert whole(other) == before
+
+    with keep_shard(one) as kept:
+        steps(60, size)  # far more than that room: the snapshot goes, training does not end
+        if CORE == "native":  # the twin pins whatever there is
+            with pytest.raises(SnapshotExpiredError, match="raise `snapshot_budget` or `capacity`"):
+                kept.to_bytes()
+    steps(10, size)
+
+    stats = rows.stats()
+    assert len(rows.order()[0]) == stats["rows"] - stats["spilled_rows"]
+    assert one.counts.refused_pushes == 0
+
+
+@pytest.mark.slow
 def test_writing_and_reading_take_the_same_memory_whatever_the_number_of_rows(
     tmp_path: Path,
 ) -> None:

@@ -17,6 +17,7 @@ from ray_pipe.shards import Shards
 BOOKS = {
     "rows": 5, "real_bytes": 0, "resident_bytes": 0, "prunes": 0, "alive_chunks": {},
     "spilled_rows": 0, "staleness_histogram": {}, "dropped_rows": 0, "lost_pushes": 0,
+    "unsent_pushes": 0,
     "refused_pushes": 0, "replayed": 1, "evictions": 0, "recalled": 0,
 }  # fmt: skip
 
@@ -102,6 +103,30 @@ def running(dies_at: str, *, max_failures: int = 3) -> Iterator[tuple[Shards, li
             spec: Any = type("Spec", (), {"num_shards": 2})()
             found.set_up(spec, topology=None, generation=0)
             yield found, made
+
+
+def test_what_went_wrong_in_a_shard_is_told_once() -> None:
+    with running("") as (found, made):
+        told: list[str] = []
+        found.on_warning = told.append
+        made[0].books = Call(lambda: BOOKS | {"troubles": ["OSError('no room')"]})
+        for _ in range(3):
+            found.look()
+            found.settle()
+
+        assert told == ["embedding shard 0, step 0: OSError('no room')"]
+
+
+def test_a_shard_that_dies_before_the_second_arm_trains_has_no_rows_of_the_first() -> None:
+    with running("") as (found, made):
+        found.rows_from = lambda shard: [b"rows of the first arm"]
+        spec: Any = type("Spec", (), {"num_shards": 2})()
+        found.set_up(spec, topology=None, generation=1)
+        found.handles[1].is_dead = True
+        assert found._await_new(1, made[1])
+
+        assert made[2].bases == []  # nobody filled it
+        assert "begins with no rows" in str(found.failures[0])
 
 
 def test_a_shard_that_dies_while_it_is_filled_is_filled_by_its_successor() -> None:

@@ -256,7 +256,9 @@ def test_evaluation_changes_no_row_counter_weight_or_random_number() -> None:
 
 def test_mutant_an_evaluation_that_remembers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Passes.keys
-    monkeypatch.setattr(Passes, "keys", lambda *args: replace(right(*args), remember=True))
+    monkeypatch.setattr(
+        Passes, "keys", lambda *args, **where: replace(right(*args, **where), remember=True)
+    )
     bench = Bench(num_stages=2, activation=acsgd())
     evaluation = bench.plan(0, train=False, schedule="forward", part=1)
     train = [bench.plan(step) for step in range(4)]

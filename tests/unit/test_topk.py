@@ -94,6 +94,12 @@ def test_padding_is_never_sent() -> None:
     assert got[..., 0].tolist() == [[1.0, 2.0, 0, 0], [0, 0, 3.0, 4.0]]
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (3, 4, 1), (2, 3, 1)])
+def test_lengths_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CodecError, match="length"):
+        through(TopK(0.5), torch.ones(shape), lengths=(2, 4))
+
+
 def test_the_index_takes_half_a_bit_per_element_at_density_a_tenth() -> None:
     assert index_nbytes(1_000, 10_000) * 8 / 10_000 == pytest.approx(0.525, abs=0.01)
     assert index_nbytes(5_000, 10_000) == 1250  # the bitmap is smaller from a quarter on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -59,6 +60,14 @@ def test_uniform_gives_every_node_the_bandwidth_and_every_link_the_delay() -> No
 def test_unlimited_means_that_nothing_is_shaped() -> None:
     assert Topology.uniform(4).is_unlimited
     assert not Topology.uniform(4, latency_s=0.001).is_unlimited
+
+
+def test_the_slowest_is_looked_for_among_uplinks_and_links() -> None:
+    topology = Topology.uniform(3, 100e6)
+    slow = replace(topology, links={(0, 1): LinkSpec(bandwidth_bps=5e6)})
+
+    assert (Topology.uniform(3).slowest_bps, topology.slowest_bps) == (math.inf, 100e6)
+    assert slow.slowest_bps == 5e6
 
 
 def test_a_file_sets_uplinks_and_links(tmp_path) -> None:

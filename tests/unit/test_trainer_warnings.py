@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +80,7 @@ def test_fresh_dropout_masks_are_warned_of_however_the_model_is_given(
     (text,) = warnings_of(blocks, tmp_path)
 
     assert "blocks 1.1 draw a fresh dropout mask on each visit, which acsgd must send" in text
-    assert "stages.dropout.SampleDropout" in text
+    assert "ray_pipe.SampleDropout, whose mask belongs" in text
 
 
 def test_the_warning_comes_with_a_comparison_that_has_memory_in_any_arm(
@@ -97,6 +99,50 @@ def test_without_memory_or_without_dropout_nothing_is_said(driver: Any, tmp_path
 
     assert warnings_of(with_dropout, tmp_path, codec=CodecConfig(name="directq")) == []
     assert warnings_of(lambda: [nn.Linear(4, 4), nn.Dropout(0.0)], tmp_path) == []
+
+
+@dataclasses.dataclass
+class FailureConfig:
+    """As in Ray Train, which makes one itself where none was given."""
+
+    max_failures: int = 0
+
+
+@dataclasses.dataclass
+class TrainRunConfig:
+    """As in Ray Train."""
+
+    failure_config: Any = dataclasses.field(default_factory=FailureConfig)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(0, 3), (1, 1), (-1, -1), (None, 3)])
+def test_ray_trains_failure_config_is_heard_unless_it_is_ray_trains_own_default(
+    asked: int | None, got: int
+) -> None:
+    run_config = TrainRunConfig(None if asked is None else FailureConfig(asked))
+
+    config = PipelineTrainer(config=RunConfig(), run_config=run_config).config
+
+    assert config.faults.max_failures == got
+
+
+def test_a_failure_config_of_one_s_own_kind_is_heard_whatever_it_says() -> None:
+    run_config = TrainRunConfig(SimpleNamespace(max_failures=0))
+
+    assert (
+        PipelineTrainer(config=RunConfig(), run_config=run_config).config.faults.max_failures == 0
+    )
+
+
+def test_stages_by_scaling_config_leave_a_made_up_name_made_up(tmp_path: Path) -> None:
+    trainer = PipelineTrainer(
+        config=RunConfig(out=str(tmp_path)), scaling_config=SimpleNamespace(num_workers=2)
+    )
+
+    first, second = trainer.config.make_folder(), trainer.config.make_folder()
+
+    assert trainer.config.pipeline.stages == 2
+    assert second.name == f"{first.name}-2"
 
 
 class Terminal(io.StringIO):

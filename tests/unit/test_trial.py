@@ -9,6 +9,7 @@ import pytest
 
 from compressors.registry import CodecSpec
 from stages.sync import trial as trials
+from stages.sync.generator import GroupGenerator
 from stages.sync.slowness import SlownessError
 from stages.sync.strategies import SyncSpec, SyncSpecError
 from stages.sync.trial import Costs, Spread, Trial, reduce_s, run_trial
@@ -110,3 +111,45 @@ def test_the_gap_of_a_trial_is_the_bound_that_tokens_set() -> None:
     trial = run_trial(sync, num_replicas=4, slow="2:8x", seconds=60, train=False)
 
     assert trial.largest_gap == 5
+
+
+LINK = Costs(slow_link="2:10x")
+"""One uplink of sixteen at a tenth of the others' rate: the model takes a second on it."""
+
+
+def slowed_by_a_link(sync: SyncSpec, num: int = 16) -> float:
+    """How many times longer an iteration of the median replica takes than over equal links."""
+    alike = run_trial(sync, num_replicas=num, seconds=200, train=False)
+    uneven = run_trial(sync, num_replicas=num, seconds=200, train=False, costs=LINK)
+    return uneven.iteration_s / alike.iteration_s
+
+
+def test_one_slow_uplink_costs_those_who_wait_for_it() -> None:
+    tolerant = SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8)
+
+    assert slowed_by_a_link(SyncSpec(name="hop")) > 2.5  # three models a step, for everybody
+    assert slowed_by_a_link(RING) > 1.25
+    assert slowed_by_a_link(SyncSpec(name="ripples", group_size=2)) < 1.12
+    assert slowed_by_a_link(SyncSpec(name="ad-psgd")) < 1.02
+    assert slowed_by_a_link(tolerant) < 1.02
+
+
+def test_the_slowdown_filter_sees_a_slow_uplink(monkeypatch: Any) -> None:
+    sync = SyncSpec(name="ripples", group_size=2)
+    seen = slowed_by_a_link(sync, 8)
+    right = GroupGenerator.done
+
+    def blind(self: GroupGenerator, gid: int, replica: int, **options: Any) -> Any:
+        return right(self, gid, replica, **{**options, "sent_s": 0.0})
+
+    monkeypatch.setattr(GroupGenerator, "done", blind)
+
+    assert seen < 1.15
+    assert slowed_by_a_link(sync, 8) > 1.04 * seen
+
+
+def test_slow_links_that_cannot_be_are_refused() -> None:
+    with pytest.raises(SlownessError, match="a link is slow all the time"):
+        Costs(slow_link="random:4x@0.1").topology(8)
+    with pytest.raises(SlownessError, match="is computed above 64 replicas"):
+        run_trial(RING, num_replicas=65, costs=LINK)

@@ -13,7 +13,7 @@ from ray_pipe.data import DatasetSamples, TextSamples
 from ray_pipe.errors import ConfigError, DataError
 from ray_pipe.workload import blocks_workload, fresh_masks, gpt_workload, tied_names
 from stages.dropout import SampleDropout
-from stages.loss import cross_entropy, from_mean
+from stages.loss import IGNORE, cross_entropy, from_mean
 
 SAMPLES = TextSamples(b"a corpus of some bytes" * 40, context=8)
 
@@ -147,6 +147,15 @@ def test_padding_is_refused_where_the_loss_would_count_it() -> None:
     with pytest.raises(DataError, match="different lengths, but the loss would count padding"):
         DatasetSamples(ragged, may_pad=False).batch([0, 1])
     assert DatasetSamples(ragged).batch([0, 1]).lengths == (2, 3)
+
+
+def test_padding_of_targets_alone_is_refused_too_where_the_loss_would_count_it() -> None:
+    ragged = [(torch.ones(4), torch.ones(n)) for n in (2, 3)]
+
+    with pytest.raises(DataError, match=r"targets of samples \[0, 1\] have different lengths"):
+        DatasetSamples(ragged, may_pad=False).batch([0, 1])
+    assert DatasetSamples(ragged).batch([0, 1]).targets[0].tolist() == [1, 1, IGNORE]
+    assert DatasetSamples(ragged[:1] * 2, may_pad=False).batch([0, 1]).targets.shape == (2, 2)
 
 
 def test_the_text_that_comes_with_python_is_cut_short_by_default() -> None:
