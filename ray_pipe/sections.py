@@ -95,8 +95,9 @@ class PipelineConfig:
     micro_batch_size: int = option(16, low=1)
     """Samples per micro-batch."""
 
-    schedule: Literal["gpipe", "1f1b"] = "gpipe"
-    """Order of work: gpipe, or 1f1b, which holds fewer activations."""
+    schedule: Literal["gpipe", "1f1b", "eager-1f1b"] = "gpipe"
+    """Order of work: gpipe; 1f1b, which holds the fewest activations; or eager-1f1b, which holds up
+    to twice as many and keeps slow links busy in both directions."""
 
     transport: Literal["push", "refs"] = "push"
     """push: stages hand frames to each other; refs: the driver passes each ObjectRef on."""

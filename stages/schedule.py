@@ -41,7 +41,21 @@ def gpipe(*, stage: int, num_stages: int, num_micro_batches: int) -> list[Action
 
 def one_f_one_b(*, stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
     """Fill, alternate, drain. Holds at most `num_stages - stage` activations."""
-    num_fill = min(num_stages - stage - 1, num_micro_batches)
+    return _alternating(num_stages - stage - 1, num_micro_batches)
+
+
+def eager_one_f_one_b(*, stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """1F1B that counts every link as a stage: enough is under way to fill the wires, too.
+
+    1F1B lets a stage start as many micro-batches as there are stages behind it, so on slow links
+    it waits for a gradient that is still on its way. Holds at most twice as many activations.
+    """
+    return _alternating(2 * (num_stages - stage - 1), num_micro_batches)
+
+
+def _alternating(num_fill: int, num_micro_batches: int) -> list[Action]:
+    """Some forward passes ahead, then one forward, one backward, then what is left."""
+    num_fill = min(num_fill, num_micro_batches)
     actions = [Action("F", index) for index in range(num_fill)]
     for index in range(num_fill, num_micro_batches):
         actions += [Action("F", index), Action("B", index - num_fill)]
@@ -58,6 +72,7 @@ Schedule = Callable[..., list[Action]]
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
     "forward": forward_only,
 }
 

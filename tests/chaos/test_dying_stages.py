@@ -38,6 +38,7 @@ TINY = Bench(
 BENCHES = {
     "1f1b": TINY,
     "gpipe": replace(TINY, schedule="gpipe"),
+    "eager-1f1b": replace(TINY, schedule="eager-1f1b"),
     "evicting": replace(TINY, activation=acsgd(cap_bytes=4 * 4 * 16 * 2), num_samples=8),
     "fp32": replace(TINY, activation=CodecSpec(name="fp32"), gradient=CodecSpec(name="fp32")),
     "directq+ef": replace(
@@ -95,7 +96,7 @@ def test_a_stage_killed_comes_back_to_the_same_bits(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("stage", range(3))
 def test_a_stage_killed_at_any_action_comes_back_to_the_same_bits(
     name: str, stage: int, tmp_path: Path

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,8 +110,13 @@ def test_an_uncompressed_pipeline_equals_a_plain_loop_at_every_step(
     assert losses == pytest.approx(plain_losses(arm), abs=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "acsgd", "directq+zstd"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("codec", "schedule"),
+    [
+        *product(("fp32", "acsgd", "directq+zstd"), ("gpipe", "1f1b")),
+        ("acsgd", "eager-1f1b"),
+    ],
+)
 def test_push_and_refs_train_to_the_same_bits(
     actors: StageActors, codec: str, schedule: str
 ) -> None:

@@ -429,7 +429,7 @@ def test_our_page_of_codec_names_is_the_registrys() -> None:
         ("optim.lr=-1", ["optim.lr is -1", "at least 0"]),
         ("optim.lr=nan", ["optim.lr is nan"]),
         ("optim.name=adam", ["'adam'", "did you mean 'adamw'?"]),
-        ("pipeline.schedule=1f2b", ["did you mean '1f1b'?", "'gpipe' or '1f1b'"]),
+        ("pipeline.schedule=1f2b", ["did you mean '1f1b'?", "'gpipe', '1f1b' or 'eager-1f1b'"]),
         ("pipeline.transport=pull", ["'push' or 'refs'"]),
         ("pipeline.micro_batches=0", ["pipeline.micro_batches is 0", "at least 1"]),
         ("pipeline.batch_size=30", ["30 samples", "4 micro-batches", "28 or 32"]),

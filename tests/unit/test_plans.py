@@ -127,7 +127,7 @@ def test_an_evaluation_reads_held_out_samples_that_training_never_sees() -> None
     assert plan.turn < arm.plan(3).turn
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_the_schedule_is_the_configuration_s(schedule: str) -> None:
     assert arms(**{"pipeline.schedule": schedule})[0].plan(0).schedule == schedule
 

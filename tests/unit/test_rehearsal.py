@@ -304,3 +304,18 @@ def test_1f1b_takes_as_long_as_gpipe_when_all_costs_are_equal() -> None:
     one, other = (step_s(rehearse(**options, schedule=name)) for name in ("1f1b", "gpipe"))
 
     assert one == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("link_s", "times"), [(0.05, (4.40, 5.50, 4.40)), (0.1, (5.12, 6.93, 4.76))]
+)
+def test_eager_1f1b_gains_where_a_transfer_takes_as_long_as_a_pass(
+    link_s: float, times: tuple[float, ...]
+) -> None:
+    """The gradient that 1F1B needs next is on its way; gpipe's wires are idle in one direction."""
+    bits = 8 * 4 * 1024 * 1600
+    options: Any = {"stages": 4, "micro_batches": 16, "bandwidth_bps": bits / link_s}
+
+    found = [step_s(rehearse(**options, schedule=n)) for n in ("gpipe", "1f1b", "eager-1f1b")]
+
+    assert found == pytest.approx(times, abs=0.01)

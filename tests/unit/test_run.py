@@ -160,7 +160,7 @@ def test_the_help_of_a_flag_names_every_choice() -> None:
     helps = {flag: a.help or "" for a in make_parser()._actions for flag in a.option_strings}
     choices = {
         "--precision": ("fp32", "bf16"),
-        "--schedule": ("gpipe", "1f1b"),
+        "--schedule": ("gpipe", "1f1b", "eager-1f1b"),
         "--transport": ("push", "refs"),
         "--task": ("text", "ctr"),
     }

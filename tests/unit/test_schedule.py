@@ -8,6 +8,7 @@ from stages.schedule import (
     Action,
     ScheduleError,
     actions_of,
+    eager_one_f_one_b,
     gpipe,
     one_f_one_b,
     parse,
@@ -34,7 +35,17 @@ def test_1f1b_with_fewer_micro_batches_than_stages_still_drains() -> None:
     assert show(one_f_one_b(stage=0, num_stages=4, num_micro_batches=2)) == "F0 F1 B0 B1"
 
 
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 12))
+def test_eager_1f1b_starts_two_more_forward_passes_for_each_stage_behind() -> None:
+    rows = [show(eager_one_f_one_b(stage=s, num_stages=3, num_micro_batches=6)) for s in range(3)]
+
+    assert rows == [
+        "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
+    ]
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), st.integers(1, 8), st.integers(1, 12))
 def test_every_schedule_is_valid_and_survives_its_text_form(
     name: str, num_stages: int, num_micro_batches: int
 ) -> None:
@@ -47,19 +58,20 @@ def test_every_schedule_is_valid_and_survives_its_text_form(
     assert [parse(show(row)) for row in rows] == rows
 
 
-@given(st.integers(1, 8), st.integers(1, 12))
-def test_1f1b_holds_at_most_as_many_activations_as_stages_are_left(
-    num_stages: int, num_micro_batches: int
+@given(st.sampled_from([("1f1b", 1), ("eager-1f1b", 2)]), st.integers(1, 8), st.integers(1, 12))
+def test_1f1b_holds_one_activation_for_each_stage_behind_and_the_eager_kind_two(
+    schedule: tuple[str, int], num_stages: int, num_micro_batches: int
 ) -> None:
+    name, per_stage = schedule
     for stage in range(num_stages):
         held = peak = 0
-        for action in one_f_one_b(
-            stage=stage, num_stages=num_stages, num_micro_batches=num_micro_batches
+        for action in actions_of(
+            name, stage=stage, num_stages=num_stages, num_micro_batches=num_micro_batches
         ):
             held += 1 if action.kind == "F" else -1
             peak = max(peak, held)
 
-        assert peak <= num_stages - stage
+        assert peak == min(per_stage * (num_stages - stage - 1) + 1, num_micro_batches)
 
 
 @pytest.mark.parametrize(

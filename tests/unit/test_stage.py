@@ -37,7 +37,7 @@ from stages.stage import Stage
 # --- equal to a plain loop ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_a_pipeline_trains_as_a_plain_loop_to_the_last_bit(num_stages: int, schedule: str) -> None:
     bench = Bench(num_stages=num_stages, schedule=schedule)
@@ -75,7 +75,7 @@ def test_a_first_visit_at_32_bits_is_bit_identical_to_no_codec() -> None:
     assert same_bits(first_epoch.weights, weights)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_all_schedules_train_to_the_same_bits_with_acsgd(schedule: str) -> None:
     bench = Bench(num_stages=4, activation=acsgd(), gradient=DIRECTQ)
 
