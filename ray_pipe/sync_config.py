@@ -67,7 +67,7 @@ class SyncConfig:
     outer_lr: float = 0.7
     """Of local: learning rate of the outer step; 1 without momentum is LocalSGD."""
 
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.5
     """Of local: Nesterov momentum of the outer step."""
 
     warmup: int | None = None

@@ -70,7 +70,7 @@ class SyncSpec:
     outer_lr: float = 0.7
     """Of local: 1, with no momentum, averages parameters (LocalSGD)."""
 
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.5
     """Of local: Nesterov's, of the outer step."""
 
     warmup: int = 20
