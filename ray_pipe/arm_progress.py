@@ -7,12 +7,12 @@ from where it was: the time between the stop and the resume is nobody's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
-from ray_pipe.metrics import ArmMeter, StepRow
+from ray_pipe.metrics import ArmMeter
 from ray_pipe.planner.cost import Prediction
-from ray_pipe.time_share import StageTime
+from ray_pipe.step_row import row_from
 from stages.rehearsal import StageCosts
 
 EvalLosses = list[tuple[float, int, float | None]]
@@ -21,12 +21,12 @@ EvalLosses = list[tuple[float, int, float | None]]
 def progress_of(
     meter: ArmMeter, eval_losses: Sequence[Any], prediction: Prediction | None, *, num_steps: int
 ) -> dict[str, Any]:
-    """The arm as far as it came, for JSON."""
+    """The arm as far as it came, for `checkpoint_files.pack`, which reads the rows at once."""
     return {
         "arm": meter.name,
         "num_steps": num_steps,
-        "rows": [_row_to(row) for row in meter.rows],
-        "overtime": [_row_to(row) for row in meter.overtime],
+        "rows": meter.rows,
+        "overtime": meter.overtime,
         "ledger": meter.ledger.by_link(),
         "eval_losses": [list(one) for one in eval_losses],
         "prediction": None if prediction is None else asdict(prediction),
@@ -36,8 +36,8 @@ def progress_of(
 def restore_meter(meter: ArmMeter, progress: Mapping[str, Any]) -> None:
     """Give a new meter the rows and bytes of before; they are written to its sink again."""
     meter.restore(
-        rows=[_row_from(row) for row in progress["rows"]],
-        overtime=[_row_from(row) for row in progress["overtime"]],
+        rows=map(row_from, progress["rows"]),
+        overtime=map(row_from, progress["overtime"]),
         sent=progress["ledger"],
     )
 
@@ -59,26 +59,3 @@ def prediction_of(progress: Mapping[str, Any]) -> Prediction | None:
             "homes": tuple((node, cores) for node, cores in saved.get("homes", ())),
         }
     )
-
-
-def _row_to(row: StepRow) -> dict[str, Any]:
-    return {field.name: _plain(getattr(row, field.name)) for field in fields(row)}
-
-
-def _row_from(saved: Mapping[str, Any]) -> StepRow:
-    values = dict(saved)
-    values["stage_s"] = tuple(StageTime(**times) for times in saved["stage_s"])
-    values["events"] = tuple(saved["events"])
-    values["replicas"] = {int(key): item for key, item in values.get("replicas", {}).items()}
-    if values.get("fleet"):
-        places = values["fleet"]["iterations"]
-        values["fleet"] = {**values["fleet"], "iterations": {int(r): k for r, k in places.items()}}
-    return StepRow(**values)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, StageTime):
-        return asdict(value)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value

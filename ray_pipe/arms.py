@@ -9,13 +9,15 @@ final loss) is filled in by `compare`, and stays null (speed-up: 1.0) where ther
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from ray_pipe.ledger import Sent
-from ray_pipe.metrics import ArmMeter, finite
+from ray_pipe.metrics import ArmMeter
+from ray_pipe.step_row import finite
 from ray_pipe.time_share import SHARES, StageTime, add_times, shares
 from stages.record import KINDS
 
@@ -109,19 +111,32 @@ def summarize(
     """Sum up an arm, also one that was stopped early."""
     if final_window < 1:
         raise ValueError(f"final_window is {final_window}: a mean needs at least one step")
-    rows = meter.rows
+    rows, num_tokens = meter.rows, meter.num_tokens
     last = rows[-final_window:]
     wall_s = rows[-1].wall_s if rows else 0.0
-    num_tokens = sum(row.num_tokens for row in rows)
-    num_stages = max((len(row.stage_s) for row in rows), default=0)
-    seen = [row.stage_s for row in rows if len(row.stage_s) == num_stages]
+    step_s, losses = array("d"), []
+    totals: dict[int, tuple[int, tuple[StageTime, ...]]] = {}
+    """By how many stages told their times: steps, and the sum of each stage's."""
+    for row in rows:  # once: those of a long run come from a file
+        step_s.append(row.step_s)
+        losses.append((row.wall_s, row.step, row.loss))
+        steps, sums = totals.get(len(row.stage_s), (0, ()))
+        added = (
+            tuple(add_times(pair) for pair in zip(sums, row.stage_s, strict=True))
+            if steps
+            else row.stage_s
+        )
+        totals[len(row.stage_s)] = (steps + 1, added)
+    losses += [(row.wall_s, row.step, row.loss) for row in meter.overtime]
+    num_stages = max(totals, default=0)
+    stage_steps, stage_s = totals.get(num_stages, (0, ()))
     return ArmSummary(
         name=meter.name,
         final_window=final_window,
         final_loss=_mean([row.loss for row in last]),
         tokens_per_s=num_tokens / wall_s if wall_s > 0 else None,
         # Not the mean: the first step also warms caches and sends all rows cold.
-        step_s=median(row.step_s for row in rows) if rows else None,
+        step_s=median(step_s) if rows else None,
         predicted_step_s=predicted_step_s,
         wall_s=wall_s,
         steps=len(rows),
@@ -129,9 +144,9 @@ def summarize(
         bytes_total=meter.ledger.total(),
         links=meter.ledger.by_link(),
         bytes_last=round(sum(row.nbytes for row in last) / len(last)) if last else 0,
-        losses=tuple((row.wall_s, row.step, row.loss) for row in [*rows, *meter.overtime]),
-        stage_s=tuple(add_times(times[s] for times in seen) for s in range(num_stages)),
-        stage_steps=len(seen) if num_stages else 0,
+        losses=tuple(losses),
+        stage_s=stage_s,
+        stage_steps=stage_steps if num_stages else 0,
         codec=rows[-1].codec if rows else {},
     )
 

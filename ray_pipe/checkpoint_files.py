@@ -19,12 +19,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_pipe.errors import ConfigError
+from ray_pipe.step_log import StepLog
 from stages.storage import ATTEMPT, FileNote, Folder, StorageError, refuse_other
 
 if TYPE_CHECKING:
@@ -356,9 +358,29 @@ def pack(value: Mapping[str, Any]) -> bytes:
     """JSON (NaN and infinity as Python writes them), compressed, with a digest of its own."""
     import zstandard
 
-    text = json.dumps(value).encode()
-    head = hashlib.sha256(text).hexdigest().encode()
-    return zstandard.ZstdCompressor().compress(head + text)
+    digest, nbytes = hashlib.sha256(), 0
+    for part in _parts(value):
+        digest.update(part)
+        nbytes += len(part)
+    head = digest.hexdigest().encode()
+    packing = zstandard.ZstdCompressor().compressobj(size=len(head) + nbytes)
+    packed = [packing.compress(part) for part in chain([head], _parts(value))]
+    return b"".join([*packed, packing.flush()])
+
+
+def _parts(value: Mapping[str, Any]) -> Iterator[bytes]:
+    """The JSON of a mapping, piece by piece: the rows of a long run are never all in memory."""
+    yield b"{"
+    for number, (key, item) in enumerate(value.items()):
+        yield f"{', ' if number else ''}{json.dumps(key)}: ".encode()
+        if not isinstance(item, StepLog):
+            yield json.dumps(item).encode()
+            continue
+        yield b"["
+        for place, text in enumerate(item.texts()):
+            yield f"{', ' if place else ''}{text}".encode()
+        yield b"]"
+    yield b"}"
 
 
 def unpack(raw: bytes) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Clicked(Trained):
     def numbers(self) -> dict[str, Any]:
         """What results.json says of an arm beside the common fields."""
         rows, totals = self.meter.rows, self.totals
-        num_samples = sum(row.num_tokens for row in rows)
+        num_samples = self.meter.num_tokens
         wall_s = rows[-1].wall_s if rows else 0.0
         before = self.before
         histogram = Counter(totals.staleness) or Counter(

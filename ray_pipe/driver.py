@@ -318,7 +318,8 @@ def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
     window = one.summary().final_window
     for records in pipeline.train(range(first, first + extra)):
         one.meter.add(records, overtime=True)
-        latest = [*one.meter.rows, *one.meter.overtime][-window:]
+        late = one.meter.overtime[-window:]
+        latest = [*(one.meter.rows[len(late) - window :] if len(late) < window else ()), *late]
         losses = [(row.wall_s, row.step, row.loss) for row in latest]
         if time_to_target(losses, target=target, window=window) is not None:
             break

@@ -11,86 +11,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ray_pipe.ledger import Ledger, Sent, total_by_kind
-from ray_pipe.time_share import StageTime, shares, stage_times
+from ray_pipe.ledger import Ledger, Sent
+from ray_pipe.step_log import StepLog
+from ray_pipe.step_row import StepRow, finite
+from ray_pipe.time_share import stage_times
 from stages.record import StepRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One step of one arm, all stages together."""
-
-    arm: str
-    step: int
-    loss: float | None
-    grad_norm: float | None
-    wall_s: float
-    """When the step ended, since the start of the arm's first step."""
-
-    step_s: float
-    num_tokens: int
-    sent: Sent
-    stage_s: tuple[StageTime, ...] = ()
-    """Where each stage's time went, in order of stages; empty when the records had no spans."""
-
-    codec: dict[str, dict[str, float]]
-    events: tuple[str, ...] = ()
-    replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """With several: what the leader of each that ended a step says, see `stages.sync.leader`."""
-
-    fleet: dict[str, Any] = field(default_factory=dict)
-    """With several: where all of them are, gaps, groups, waits; see `ray_pipe.fleet_book`."""
-
-    embedding: dict[str, Any] = field(default_factory=dict)
-    """Of a click model: rows, memory, staleness; see `stages.record`."""
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None for a step that took no time."""
-        return self.num_tokens / self.step_s if self.step_s > 0 else None
-
-    @property
-    def nbytes(self) -> int:
-        """All bytes sent in this step."""
-        return sum(total_by_kind(self.sent).values())
-
-    @property
-    def time_share(self) -> dict[str, float] | None:
-        """Compute, encode, wire and bubble over all stages; they add up to 1."""
-        return shares(self.stage_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The line of metrics.jsonl. Never NaN or infinite: null instead."""
-        line = {
-            "arm": self.arm,
-            "step": self.step,
-            "loss": self.loss,
-            "wall_s": self.wall_s,
-            "step_s": self.step_s,
-            "num_tokens": self.num_tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "grad_norm": self.grad_norm,
-            "bytes": total_by_kind(self.sent),
-            "links": self.sent,
-            "time_share": self.time_share,
-            "stages": [time.as_dict() for time in self.stage_s],
-            "codec": self.codec,
-            "events": list(self.events),
-        }
-        if self.replicas:
-            line["replicas"] = self.replicas
-        if self.fleet:
-            line["fleet"] = self.fleet
-        if self.embedding:
-            line["embedding"] = self.embedding
-        cleaned: dict[str, Any] = finite(line)
-        return cleaned
 
 
 class ArmMeter:
@@ -98,8 +28,11 @@ class ArmMeter:
 
     def __init__(self, name: str, *, sink: MetricsFile | None = None) -> None:
         self.name = name
-        self.rows: list[StepRow] = []
-        self.overtime: list[StepRow] = []
+        self.rows = StepLog()
+        self.num_tokens = 0
+        """Of all rows."""
+
+        self.overtime = StepLog()
         """Steps beyond the arm's own number, run only to see when it reaches fp32's loss."""
 
         self.ledger = Ledger()
@@ -148,21 +81,29 @@ class ArmMeter:
             embedding=records[0].embedding,
         )
         self._stage_end |= {record.stage: record.end_s for record in records}
-        (self.overtime if overtime else self.rows).append(row)
+        self._keep(row, overtime=overtime)
         if self._sink is not None:
             self._sink.write(row)
         return row
 
     def restore(
-        self, *, rows: Sequence[StepRow], overtime: Sequence[StepRow] = (), sent: Sent
+        self, *, rows: Iterable[StepRow], overtime: Iterable[StepRow] = (), sent: Sent
     ) -> None:
         """Begin with the rows of before the run was stopped; wall time goes on after them."""
-        self.rows, self.overtime = list(rows), list(overtime)
         self.ledger.restore(sent)
-        self._wall_before_s = rows[-1].wall_s if rows else 0.0
-        if self._sink is not None:
-            for row in (*rows, *overtime):
-                self._sink.write(row)
+        for is_over, some in ((False, rows), (True, overtime)):
+            for row in some:
+                self._keep(row, overtime=is_over)
+                if self._sink is not None:
+                    self._sink.write(row)
+        self._wall_before_s = self.rows[-1].wall_s if self.rows else 0.0
+
+    def _keep(self, row: StepRow, *, overtime: bool) -> None:
+        if overtime:
+            self.overtime.append(row)
+        else:
+            self.rows.append(row)
+            self.num_tokens += row.num_tokens
 
     def count_again(self, records: Sequence[StepRecord]) -> Sent:
         """Count the bytes of a step that a failure made run again; its row stays as it was.
@@ -247,17 +188,6 @@ class MetricsFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def finite(value: Any) -> Any:
-    """The same value with null for every NaN and infinity, tuples as lists: fit for JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return value
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -16,11 +16,11 @@ from ray_pipe import report_clicks
 from ray_pipe import report_curves as curves
 from ray_pipe import report_sections as sections
 from ray_pipe.arms import REFERENCE
-from ray_pipe.metrics import StepRow, finite
 from ray_pipe.report_failures import failures_section
 from ray_pipe.report_markup import Markup, data, join, loss, percent, ratio, seconds, tag, three
 from ray_pipe.report_page import page
 from ray_pipe.report_replicas import replicas_section
+from ray_pipe.step_row import StepRow, finite
 from stages.record import StepRecord
 
 Arm = Mapping[str, Any]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray_pipe.arms import REFERENCE, running_mean
-from ray_pipe.metrics import StepRow
 from ray_pipe.report_charts import legend
 from ray_pipe.report_lines import Line, LineChart, line_chart
 from ray_pipe.report_markup import Markup, data, loss, seconds, size, table, tag, three
 from ray_pipe.report_page import ARM_COLORS, arm_color, numbers, section, views
 from ray_pipe.report_scales import Point, thin
+from ray_pipe.step_row import StepRow
 
 Arm = Mapping[str, Any]
 
@@ -93,24 +94,16 @@ def codec_section(arms: Sequence[Arm], rows: Mapping[str, Sequence[StepRow]]) ->
     """What codecs with memory saw: hit rate, size of the change, error, by edge."""
     panels: list[str] = []
     for arm in arms:
-        own = [row for row in rows.get(str(arm["name"]), ()) if row.codec]
-        edges = sorted({edge for row in own for edge in row.codec})
+        seen = CodecsSeen(rows.get(str(arm["name"]), ()))
         charts: list[str] = []
         for key, title in _CODEC_CURVES:
             curves = [
                 Line(
                     name=edge,
                     color=f"--edge-{index % 6}",
-                    points=thin(
-                        [
-                            (float(row.step), float(row.codec[edge][key]))
-                            for row in own
-                            if _is_number(row.codec.get(edge, {}).get(key))
-                        ],
-                        limit=200,
-                    ),
+                    points=thin(seen.points(edge, key), limit=200),
                 )
-                for index, edge in enumerate(edges)
+                for index, edge in enumerate(seen.edges)
             ]
             if any(curve.points for curve in curves):
                 chart = LineChart(
@@ -127,9 +120,9 @@ def codec_section(arms: Sequence[Arm], rows: Mapping[str, Sequence[StepRow]]) ->
         panels.append(tag("h3", label(arm)))
         panels.append(tag("div", *charts, class_="grid3"))
         panels.append(
-            legend([(e.replace("->", " → "), f"--edge-{i % 6}") for i, e in enumerate(edges)])
+            legend([(e.replace("->", " → "), f"--edge-{i % 6}") for i, e in enumerate(seen.edges)])
         )
-        panels.append(numbers(_codec_numbers(own, edges)))
+        panels.append(numbers(_codec_numbers(seen)))
     if not panels:
         return Markup("")
     return section(
@@ -138,6 +131,42 @@ def codec_section(arms: Sequence[Arm], rows: Mapping[str, Sequence[StepRow]]) ->
         explain="First visits are cold: sent whole. From the second visit on only the change of a "
         "sample’s activations is sent, and it shrinks as training settles.",
     )
+
+
+class CodecsSeen:
+    """What the rows say of the codecs, read once from front to back."""
+
+    def __init__(self, rows: Iterable[StepRow]) -> None:
+        self._curves: dict[tuple[str, str], tuple[array[float], array[float]]] = {}
+        self._numbers: dict[tuple[str, str], float] = {}
+        """The last, or the sum."""
+
+        edges: set[str] = set()
+        keys: set[str] = set()
+        for row in rows:
+            for edge, values in row.codec.items():
+                edges.add(edge)
+                keys.update(values)
+                for key, value in values.items():
+                    if _is_number(value):
+                        self._add(row.step, edge, key, value)
+        self.edges, self.keys = sorted(edges), sorted(keys)
+
+    def _add(self, step: int, edge: str, key: str, value: float) -> None:
+        before = self._numbers.get((edge, key), 0) if key in _CODEC_COUNTS else 0
+        self._numbers[edge, key] = before + value
+        if key in dict(_CODEC_CURVES):
+            steps, points = self._curves.setdefault((edge, key), (array("d"), array("d")))
+            steps.append(step)
+            points.append(value)
+
+    def points(self, edge: str, key: str) -> list[Point]:
+        """The curve of a number, by step."""
+        return list(zip(*self._curves.get((edge, key), ((), ())), strict=True))
+
+    def number(self, edge: str, key: str) -> float | None:
+        """Of the last step that had it; counts are of all steps."""
+        return self._numbers.get((edge, key))
 
 
 def hover_curves(arms: Sequence[Arm]) -> list[dict[str, Any]]:
@@ -202,20 +231,16 @@ def _loss_words(arms: Sequence[Arm]) -> list[str]:
     ]
 
 
-def _codec_numbers(rows: Sequence[StepRow], edges: Sequence[str]) -> Markup:
-    keys = sorted({key for row in rows for values in row.codec.values() for key in values})
+def _codec_numbers(seen: CodecsSeen) -> Markup:
     lines = []
-    for edge in edges:
-        seen = [row.codec[edge] for row in rows if edge in row.codec]
+    for edge in seen.edges:
         cells = []
-        for key in keys:
-            values = [v[key] for v in seen if _is_number(v.get(key))]
-            value = None if not values else sum(values) if key in _CODEC_COUNTS else values[-1]
-            shown = size(value) if key.endswith("bytes") else three(value)
-            cells.append(data(value, shown))
+        for key in seen.keys:
+            value = seen.number(edge, key)
+            cells.append(data(value, size(value) if key.endswith("bytes") else three(value)))
         lines.append((edge.replace("->", " → "), *cells))
     return table(
-        ("edge", *(key.replace("_", " ") for key in keys)),
+        ("edge", *(key.replace("_", " ") for key in seen.keys)),
         lines,
         caption=f"In the last step; {', '.join(_CODEC_COUNTS)}: over all steps",
     )

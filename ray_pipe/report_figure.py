@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ray_pipe.arms import REFERENCE
-from ray_pipe.metrics import finite
 from ray_pipe.report_curves import loss_lines
 from ray_pipe.report_markup import loss, seconds
 from ray_pipe.report_page import ARM_COLORS, OTHER_ARM_COLORS
 from ray_pipe.report_scales import place_labels
+from ray_pipe.step_row import finite
 
 _STYLES = {REFERENCE: (0, (6, 3)), "directq": (0, (1.5, 2))}
 

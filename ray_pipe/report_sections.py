@@ -9,7 +9,6 @@ from typing import Any
 from ray_pipe import report_gantt
 from ray_pipe.arms import REFERENCE
 from ray_pipe.ledger import link_table
-from ray_pipe.metrics import StepRow
 from ray_pipe.report_charts import Bar, bar_chart, legend
 from ray_pipe.report_curves import colors, label
 from ray_pipe.report_markup import (
@@ -27,12 +26,14 @@ from ray_pipe.report_markup import (
     three,
 )
 from ray_pipe.report_page import numbers, section, views
+from ray_pipe.step_row import StepRow
 from ray_pipe.time_share import SHARES
 from stages.record import KINDS, StepRecord
 
 Arm = Mapping[str, Any]
 
 
+SHOWN_EVENTS = 50
 _COMPARISONS = ("loss_gap", "speedup", "time_to_target_s", "time_to_target_speedup")
 
 
@@ -247,20 +248,19 @@ def prediction_section(arms: Sequence[Arm]) -> Markup:
 
 def events_section(arms: Sequence[Arm], rows: Mapping[str, Sequence[StepRow]]) -> Markup:
     """Things an operator would act on, the first fifty."""
-    found = [
-        (f"{label(arm)}, step {row.step}", event)
-        for arm in arms
-        for row in rows.get(str(arm["name"]), ())
-        for event in row.events
-    ]
+    found: list[tuple[str, str]] = []
+    num_more = 0
+    for arm in arms:
+        for row in rows.get(str(arm["name"]), ()):
+            fit = max(0, SHOWN_EVENTS - len(found))
+            found += [(f"{label(arm)}, step {row.step}", event) for event in row.events[:fit]]
+            num_more += len(row.events[fit:])
     if not found:
         return Markup("")
-    more = (
-        [tag("p", f"… and {len(found) - 50:,} more in metrics.jsonl.")] if len(found) > 50 else []
-    )
+    more = [tag("p", f"… and {num_more:,} more in metrics.jsonl.")] if num_more else []
     return section(
         "Events",
-        *(tag("p", tag("b", where), " ", event, class_="note") for where, event in found[:50]),
+        *(tag("p", tag("b", where), " ", event, class_="note") for where, event in found),
         *more,
     )
 

@@ -14,11 +14,12 @@ from ray_pipe.arms import ArmSummary
 from ray_pipe.config import RunConfig
 from ray_pipe.errors import TrainingError
 from ray_pipe.machine import environment
-from ray_pipe.metrics import StepRow, to_json
+from ray_pipe.metrics import to_json
 from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.report import write_report
 from ray_pipe.report_figure import write_loss_figure
+from ray_pipe.step_row import StepRow
 from ray_pipe.timeline import write_trace
 from ray_pipe.trained import Trained
 from ray_pipe.workload import Workload
@@ -135,7 +136,7 @@ def write_all(
         return
     if has_failed:
         observer.on_note(f"what was done until then is in {path}")
-    rows: dict[str, list[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
+    rows: dict[str, Sequence[StepRow]] = {one.arm.name: one.meter.rows for one in trained}
     records = {one.arm.name: one.records for one in trained if one.records}
     if not records:
         return

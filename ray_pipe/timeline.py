@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_pipe.ledger import total_by_kind
-from ray_pipe.metrics import finite
+from ray_pipe.step_row import finite
 from ray_pipe.time_share import link_of
 from stages.record import LANES, Span, StepRecord
 

@@ -11,10 +11,11 @@ from ray_pipe.arms import ArmSummary, summarize
 from ray_pipe.checkpoint import Saver
 from ray_pipe.delta_watch import DeltaWatch
 from ray_pipe.fleet_book import FleetBook
-from ray_pipe.metrics import ArmMeter, StepRow
+from ray_pipe.metrics import ArmMeter
 from ray_pipe.monitoring.monitor import Monitor
 from ray_pipe.planner.cost import Prediction
 from ray_pipe.plans import Arm
+from ray_pipe.step_row import StepRow
 from stages.record import StepRecord
 
 KEPT_STEPS = 100

@@ -23,8 +23,8 @@ from ray_pipe.results_table import show_amount
 if TYPE_CHECKING:
     from ray_pipe.arms import ArmSummary
     from ray_pipe.ledger import Sent
-    from ray_pipe.metrics import StepRow
     from ray_pipe.recovery import Failure
+    from ray_pipe.step_row import StepRow
     from stages.record import StepRecord
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from ray_pipe.arm_progress import prediction_of, progress_of, restore_meter
 from ray_pipe.arms import summarize
+from ray_pipe.checkpoint_files import pack, unpack
 from ray_pipe.metrics import ArmMeter, MetricsFile
 from ray_pipe.planner.cost import Prediction
 from stages.record import Span, StepRecord
@@ -32,7 +32,7 @@ def record(step: int, start: float, loss: float) -> StepRecord:
 
 
 def through_json(meter: ArmMeter) -> dict:  # type: ignore[type-arg]
-    return json.loads(json.dumps(progress_of(meter, [], None, num_steps=4)))
+    return unpack(pack(progress_of(meter, [], None, num_steps=4)))
 
 
 def test_a_restored_meter_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_prediction_comes_back_whole() -> None:
         costs=(StageCosts(phases={"forward": 0.1}, push_s=0.01, deliver_s=0.02),),
         is_shaped=True, link_to_compute=4.9, homes=(("a", 2.0),),
     )  # fmt: skip
-    numbers = json.loads(json.dumps(progress_of(ArmMeter("a"), [], prediction, num_steps=1)))
+    numbers = unpack(pack(progress_of(ArmMeter("a"), [], prediction, num_steps=1)))
 
     assert prediction_of(numbers) == prediction
     assert prediction_of({**numbers, "prediction": None}) is None

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from ray_pipe.ctr_table import COLUMNS, compare_arms, progress_text, verdict
-from ray_pipe.metrics import StepRow
 from ray_pipe.monitoring.catalogue import BY_NAME
 from ray_pipe.monitoring.readings import of_step
 from ray_pipe.report import render_report
 from ray_pipe.results_table import NONE, show_results
+from ray_pipe.step_row import StepRow
 
 
 def arm(name: str, **changes: Any) -> dict[str, Any]:

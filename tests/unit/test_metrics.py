@@ -21,7 +21,8 @@ from synthetic_records import make_arm, make_step
 from netsim import link
 from ray_pipe.arms import ArmSummary, compare, running_mean, summarize, time_to_target
 from ray_pipe.ledger import LedgerError
-from ray_pipe.metrics import ArmMeter, MetricsFile, finite, to_json
+from ray_pipe.metrics import ArmMeter, MetricsFile, to_json
+from ray_pipe.step_row import finite
 from ray_pipe.time_share import SHARES, StageTime, shares, stage_times, union
 from stages.record import Span, StepRecord
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from synthetic_records import make_arm, make_step
 
 from ray_pipe.arms import compare, summarize
-from ray_pipe.metrics import ArmMeter, StepRow
+from ray_pipe.metrics import ArmMeter
 from ray_pipe.report import best_arm, headline, render_report, write_report
 from ray_pipe.report_figure import write_loss_figure
 from ray_pipe.report_lines import Line, LineChart, line_chart
@@ -35,6 +35,7 @@ from ray_pipe.report_markup import (
 )
 from ray_pipe.report_scales import log_ticks, place_labels, spread, stack, thin, ticks
 from ray_pipe.report_sections import gantt_section
+from ray_pipe.step_row import StepRow
 from stages.record import StepRecord
 
 VOID = {"meta", "br", "input", "hr", "link", "img"}

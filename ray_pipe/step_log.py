@@ -1,0 +1,129 @@
+"""All rows of an arm, in little memory: the latest as they are, the others in a file.
+
+A row of three stages takes four kilobytes of Python objects, and a run has as many as it has steps.
+Results, report and checkpoints read them again, but seldom and from front to back. So full blocks
+of rows are packed into a file without a name, which ends with the process; a row that is read from
+there equals the one that was added, to the bit. A disk that is full costs no training: the packed
+block stays in memory, at a tenth of its size.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import IO, overload
+
+from ray_pipe.step_row import StepRow, row_from, row_to
+
+BLOCK = 128
+"""Rows that are packed together; up to twice as many are kept as they are."""
+
+
+class StepLog(Sequence[StepRow]):
+    """A list of rows that only grows."""
+
+    def __init__(self, rows: Iterable[StepRow] = ()) -> None:
+        self._blocks: list[tuple[int, int] | bytes] = []
+        """Where each block lies in the file, or the block itself."""
+
+        self._latest: list[StepRow] = []
+        self._file: IO[bytes] | None = None
+        self._end = 0
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: StepRow) -> None:
+        """Add the row of the next step."""
+        self._latest.append(row)
+        if len(self._latest) == 2 * BLOCK:
+            text = ", ".join(_texts(self._latest[:BLOCK]))
+            self._blocks.append(self._put(zlib.compress(text.encode(), 1)))
+            del self._latest[:BLOCK]
+
+    def texts(self) -> Iterator[str]:
+        """The rows in JSON, many at a time, separated by commas as in a list."""
+        for block in self._blocks:
+            yield zlib.decompress(self._take(block)).decode()
+        if self._latest:
+            yield ", ".join(_texts(self._latest))
+
+    def close(self) -> None:
+        """Give the file back; nothing packed can be read any more."""
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return BLOCK * len(self._blocks) + len(self._latest)
+
+    def __iter__(self) -> Iterator[StepRow]:
+        for index in range(len(self._blocks)):
+            yield from self._unpacked(index)
+        yield from self._latest
+
+    @overload
+    def __getitem__(self, index: int) -> StepRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRow]: ...
+    def __getitem__(self, index: int | slice) -> StepRow | list[StepRow]:
+        if isinstance(index, slice):
+            return self._some(range(*index.indices(len(self))))
+        place = range(len(self))[index]
+        block, within = divmod(place, BLOCK)
+        if block < len(self._blocks):
+            return self._unpacked(block)[within]
+        return self._latest[place - BLOCK * len(self._blocks)]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (StepLog, list)):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def _some(self, places: range) -> list[StepRow]:
+        found: list[StepRow] = []
+        held, rows = -1, self._latest
+        packed = BLOCK * len(self._blocks)
+        for place in places:
+            if place >= packed:
+                found.append(self._latest[place - packed])
+                continue
+            if place // BLOCK != held:
+                held = place // BLOCK
+                rows = self._unpacked(held)
+            found.append(rows[place % BLOCK])
+        return found
+
+    def _unpacked(self, index: int) -> list[StepRow]:
+        text = zlib.decompress(self._take(self._blocks[index])).decode()
+        return [row_from(saved) for saved in json.loads(f"[{text}]")]
+
+    def _put(self, packed: bytes) -> tuple[int, int] | bytes:
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="ray_pipe-rows-", buffering=0)  # noqa: SIM115
+            self._file.seek(self._end)
+            if self._file.write(packed) != len(packed):
+                raise OSError("the disk is full")
+        except OSError:
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.truncate(self._end)
+            return packed
+        place = (self._end, len(packed))
+        self._end += len(packed)
+        return place
+
+    def _take(self, block: tuple[int, int] | bytes) -> bytes:
+        if isinstance(block, bytes):
+            return block
+        assert self._file is not None
+        self._file.seek(block[0])
+        return self._file.read(block[1])
+
+
+def _texts(rows: Iterable[StepRow]) -> Iterator[str]:
+    return (json.dumps(row_to(row)) for row in rows)
