@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import ray
@@ -126,7 +127,14 @@ def is_here(info: Mapping[str, Any]) -> bool:
 def _look_there(info: Mapping[str, Any]) -> Any:
     """Have the stage's node look at its process."""
     there = NodeAffinitySchedulingStrategy(info["node"], soft=False)
-    remote: Any = ray.remote(num_cpus=0, max_retries=0)(is_stopped)
-    return remote.options(scheduling_strategy=there, name="look at a silent stage").remote(
-        info["pid"]
+    return (
+        _looker()
+        .options(scheduling_strategy=there, name="look at a silent stage")
+        .remote(info["pid"])
     )
+
+
+@cache
+def _looker() -> Any:
+    """One for all looks: Ray keeps every function that it is given."""
+    return ray.remote(num_cpus=0, max_retries=0)(is_stopped)

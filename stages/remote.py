@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import ray
@@ -49,7 +50,17 @@ def remote_stage(
 ) -> Any:
     """Start a stage actor, or a `SPARE`, where `strategy` says. State would be lost by a restart,
     so Ray must not restart it."""
-    cls: Any = type("SpareStage" if index == SPARE else "PipelineStage", (StageActor,), {})
+    remote = _remote_class("SpareStage" if index == SPARE else "PipelineStage")
+    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
+    return placed.remote(index, replica)
+
+
+@cache
+def _remote_class(name: str) -> Any:
+    """A class that Ray knows by this name, one for all actors: every process that is given an
+    actor's handle loads its class and keeps it, so a class for each would add up with each
+    replaced neighbour (a third of a megabyte)."""
+    cls: Any = type(name, (StageActor,), {})
     for method, group in GROUPS.items():
         options: dict[str, Any] = {"concurrency_group": group}
         if method in ONE_WAY:
@@ -60,9 +71,7 @@ def remote_stage(
     for method in ORDERS:
         setattr(cls, method, _noted(getattr(StageActor, method)))
     decorate: Any = ray.remote  # its stubs do not know concurrency groups
-    remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
-    placed = remote.options(name=name, num_gpus=num_gpus, scheduling_strategy=strategy)
-    return placed.remote(index, replica)
+    return decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
 
 
 def own_copy(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -296,6 +297,12 @@ GROUPS = {
 
 def remote_shard(index: int, *, name: str, strategy: Any = "SPREAD") -> Any:
     """Start a shard's actor. Ray must not restart it: rows would be gone, and nobody would know."""
+    return _remote_class().options(name=name, scheduling_strategy=strategy).remote(index)
+
+
+@cache
+def _remote_class() -> Any:
+    """One for all shards: who is given a handle keeps its class (`stages.remote`)."""
     cls: Any = type("EmbeddingShard", (ShardActor,), {})
     for method, group in GROUPS.items():
         options: dict[str, Any] = {"concurrency_group": group}
@@ -303,5 +310,4 @@ def remote_shard(index: int, *, name: str, strategy: Any = "SPREAD") -> Any:
             options |= {"num_returns": 0, "enable_task_events": False}
         setattr(cls, method, ray.method(**options)(own_copy(getattr(ShardActor, method))))
     decorate: Any = ray.remote
-    remote = decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)
-    return remote.options(name=name, scheduling_strategy=strategy).remote(index)
+    return decorate(num_cpus=0, max_restarts=0, concurrency_groups=CONCURRENCY)(cls)

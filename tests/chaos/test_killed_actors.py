@@ -354,3 +354,20 @@ def test_no_box_is_left_when_the_actors_have_ended(cluster: None, tmp_path: Path
         assert list(tmp_path.rglob("slot-0"))
 
     assert not list(tmp_path.rglob("slot-0"))
+
+
+def test_a_stage_keeps_nothing_of_the_neighbours_it_has_lost(pool: Pool) -> None:
+    """Ray keeps the class of every handle that a process was given: one for each would add up."""
+
+    def num_classes(stage: Any) -> int:
+        import ray.actor
+
+        return len(ray.actor._ActorClassMethodMetadata._cache)
+
+    known = []
+    for stage in (1, 2, 1):
+        pool.actors.replace([stage])
+        pool.actors.introduce()
+        known.append(ray.get(pool.actors.handles[0].__ray_call__.remote(num_classes)))
+
+    assert known == known[:1] * 3
