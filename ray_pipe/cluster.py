@@ -336,9 +336,10 @@ class StageActors:
             home, any_spare = self.placement.nodes[stage], self.placement.num_gpus == 0
             spare = self.spares.take(home.id, loading=any_spare)
             if spare is not None:
-                spare.become.remote(stage)
-                self.handles[stage] = spare
-                warm.add(stage)
+                spare.handle.become.remote(stage)
+                self.handles[stage] = spare.handle
+                if spare.is_warm:
+                    warm.add(stage)
                 continue
             self._num_replaced += 1
             part = f"-again-{self._num_replaced}"  # the old name may be held a little longer

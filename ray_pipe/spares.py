@@ -20,15 +20,20 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from ray_pipe.planner.placement import Node
+from stages.crowding import crowding
 
 PING_S = 2.0
-"""A spare that does not answer within this time is no help."""
+"""A spare that does not answer within this time is no help,"""
+
+PING_CROWDING = 4.0
+"""or on a busy machine up to so many times it: a new process would wait for its turn, too."""
 
 LOOK_S = 1.0
 """Time between two looks whether one is missing."""
 
 MAX_LOST = 3
-"""Spares of one node that may die before they were of use; then none is started there again."""
+"""Spares of one node that may die in a row before one is of use; then none is started there
+again."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +49,15 @@ class _Home:
     num_lost: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A spare that was given out."""
+
+    handle: Any
+    is_warm: bool
+    """Or it was still loading, and will be a stage when it has."""
+
+
 class Spares:
     """The spares of one pipeline, by node."""
 
@@ -54,13 +68,16 @@ class Spares:
         per_node: int,
         after_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        crowding: Callable[[], float] = crowding,
     ) -> None:
         """`start` makes an actor on a node; the first are made `after_s` after the first call of
-        `tend`, so that a run that is over by then has not paid for them."""
+        `tend`, so that a run that is over by then has not paid for them. `crowding` is how many
+        threads want each core."""
         self._start = start
         self._per_node = per_node
         self._after_s = after_s
         self._clock = clock
+        self._crowding = crowding
         self._next_s: float | None = None
         self._homes: dict[str, _Home] = {}
 
@@ -96,7 +113,7 @@ class Spares:
                 handle = self._start(node)
                 home.idle.append(_Spare(handle=handle, warm=handle.warm_up.remote(warm_with)))
 
-    def take(self, node_id: str, *, loading: bool = True) -> Any | None:
+    def take(self, node_id: str, *, loading: bool = True) -> Taken | None:
         """A spare of that node that answers, else None. It is the caller's from now on.
 
         One that is still `loading` is taken as well, if that is allowed: it will be ready before a
@@ -109,17 +126,19 @@ class Spares:
         home.idle.sort(key=lambda spare: not _is_done(spare.warm))
         while home.idle:
             spare = home.idle.pop(0)
-            if not loading and not _is_done(spare.warm):
+            is_warm = _is_done(spare.warm)
+            if not loading and not is_warm:
                 ray.kill(spare.handle)
                 continue
             try:
-                if _is_done(spare.warm):
-                    ray.get(spare.handle.ping.remote(), timeout=PING_S)
+                if is_warm:
+                    ray.get(spare.handle.ping.remote(), timeout=self._ping_s)
+                    home.num_lost = 0
             except RayError:
                 ray.kill(spare.handle)
                 home.num_lost += 1
                 continue
-            return spare.handle
+            return Taken(handle=spare.handle, is_warm=is_warm)
         return None
 
     def are_silent(self, node_id: str) -> bool:
@@ -130,7 +149,7 @@ class Spares:
         calls = [handle.ping.remote() for handle in warm]
         if not calls:
             return False
-        for call in ray.wait(calls, num_returns=len(calls), timeout=PING_S)[0]:
+        for call in ray.wait(calls, num_returns=len(calls), timeout=self._ping_s)[0]:
             try:
                 ray.get(call)
             except ActorUnavailableError:
@@ -155,6 +174,10 @@ class Spares:
         for node_id in list(self._homes):
             self.forget(node_id)
         self._per_node = 0
+
+    @property
+    def _ping_s(self) -> float:
+        return PING_S * min(PING_CROWDING, self._crowding())
 
     def _drop_dead(self, home: _Home) -> None:
         """Let go of those that died while they were loading."""
