@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -41,6 +41,9 @@ from stages.state import StageState
 
 AHEAD = 2
 """Steps in flight: the running one and the next."""
+
+KEPT_LOSSES = 10_000
+"""Steps that are compared when they are run again; one goes back by two, or to a checkpoint."""
 
 ABORT_TIMEOUT_S = 3.0
 PATIENCE_S = 60.0
@@ -115,8 +118,8 @@ class Pipeline:
         self.deadlines = self._deadlines()
         self.attempt = 0
         self.queue: deque[Item] = deque()
-        self.losses: dict[int, float | None] = {}
-        """Of the steps handed out: a replay must give the same."""
+        self.losses: OrderedDict[int, float | None] = OrderedDict()
+        """Of the latest steps handed out: a replay must give the same."""
 
         self._samples = ray.put(arm.workload.samples)
         generation = next(_generations)
@@ -218,10 +221,15 @@ class Pipeline:
                 info["crowding"] = record.crowding
             if not item.is_replay:
                 if item.plan.train:
-                    self.losses[item.plan.step] = records[-1].loss
+                    self._note_loss(item.plan.step, records[-1].loss)
                 return records
             self._check_replay(item.plan.step, records)
         return []
+
+    def _note_loss(self, step: int, loss: float | None) -> None:
+        self.losses[step] = loss
+        if len(self.losses) > KEPT_LOSSES:
+            self.losses.popitem(last=False)
 
     def _rescue(self, item: Item, failed: CallsFailed) -> None:
         from ray_pipe.rescue import Rescue  # it knows the pipeline, so not above

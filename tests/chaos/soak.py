@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import pickle
 import platform
 import random
 import signal
@@ -29,6 +28,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 # Before ray is imported.
@@ -54,6 +54,7 @@ from ray_pipe.progress import PlainProgress, plain_console
 from ray_pipe.recovery import Failure
 from ray_pipe.workload import gpt_workload
 from stages.compute import Compute
+from stages.crowding import crowding
 from stages.mishap import INJECTED, LinkFault
 from stages.record import StepRecord
 from stages.rehearsal import LocalPipeline
@@ -75,6 +76,7 @@ LINK_FAULTS = tuple(
     for source, target in ((0, 1), (1, 2), (2, 1), (1, 0))
     for action, by_s in (("drop", 0.0), ("duplicate", 0.0), ("delay", 0.02), ("corrupt", 0.0))
 )
+SLOWEST = 5
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
 
 
@@ -145,6 +147,8 @@ class Watch:
     before: Any = None
     after: Any = None
     rows_before: int = 0
+    busy: list[float] = field(default_factory=list)
+    """Threads that want each core, at each look."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -192,6 +196,7 @@ class Watch:
             self.memory.setdefault(name, []).append((now - self.start, rss_mb(pid)))
         if self.before is None and tracemalloc.is_tracing():
             self.before, self.rows_before = tracemalloc.take_snapshot(), len(self.meter.rows)
+        self.busy.append(crowding())
         gc.collect()  # an exception and its traceback hold each other, and what the frames held
         worker: Any = ray._private.worker.global_worker
         names: Any = ray.util.list_named_actors
@@ -224,22 +229,6 @@ class Watch:
             places.append(f"{where}: {change.size_diff / steps:.0f}")
         total = sum(change.size_diff for change in changes)
         return {"bytes_per_step": total / steps, "bytes_per_step_by_line": places}
-
-
-def row_bytes(config: RunConfig) -> float:
-    """What the driver keeps of each step on purpose: its row, for the report and the results."""
-    sent: list[bytes] = []  # as they come from the stages
-    rehearse(config, 60, lambda records: sent.append(pickle.dumps(records)))
-    tracemalloc.start()
-    meter = ArmMeter("acsgd")
-    for step in sent[:20]:
-        meter.add(pickle.loads(step))
-    before = tracemalloc.get_traced_memory()[0]
-    for step in sent[20:]:
-        meter.add(pickle.loads(step))
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    return grown / (len(sent) - 20)
 
 
 def rss_mb(pid: int) -> float:
@@ -275,7 +264,14 @@ def run(config: RunConfig, watch: Watch) -> list[Failure]:
     return failures[0]
 
 
-def report(config: RunConfig, watch: Watch, failures: list[Failure], kept: float) -> dict[str, Any]:
+def slowest_of(failures: list[Failure]) -> list[dict[str, Any]]:
+    """The longest recoveries, and what they waited for."""
+    kept = ("kind", "stage", "step", "at_s", "recovery_s", "replaced", "spares", "phases")
+    longest = sorted(failures, key=lambda failure: -(failure.recovery_s or 0.0))[:SLOWEST]
+    return [{name: failure.as_dict()[name] for name in kept} for failure in longest]
+
+
+def report(config: RunConfig, watch: Watch, failures: list[Failure]) -> dict[str, Any]:
     """All that was found, and whether all is well."""
     watch.say(f"{len(watch.losses)} steps; rehearsing them without faults")
     right: list[float | None] = []
@@ -284,11 +280,9 @@ def report(config: RunConfig, watch: Watch, failures: list[Failure], kept: float
         i for i, pair in enumerate(zip(watch.losses, right, strict=True)) if pair[0] != pair[1]
     ]
     seconds = watch.memory["driver"][-1][0] - watch.memory["driver"][0][0]
-    rate = len(watch.losses) / max(1e-9, 60 * watch.minutes)
     growths: dict[str, Growth | None] = {}
     for name, points in watch.memory.items():
-        explained = kept * rate * 3600 / 2**20 if name == "driver" else 0.0
-        growths[name] = judge(points, LIMITS[name.split()[0]], explained_mb_per_hour=explained)
+        growths[name] = judge(points, LIMITS[name.split()[0]])
     ways: dict[str, dict[str, list[Any]]] = {}
     for failure in failures:
         ways.setdefault(way_of(failure), {}).setdefault("all", []).append(failure.as_dict())
@@ -313,9 +307,10 @@ def report(config: RunConfig, watch: Watch, failures: list[Failure], kept: float
         "failures": len(failures),
         "by_kind": dict(Counter(failure.kind for failure in failures)),
         "recovery": {way: summary_of(cases) for way, cases in ways.items()},
+        "slowest_recoveries": slowest_of(failures),
+        "threads_per_core": {"median": median(watch.busy), "most": max(watch.busy)},
         "frames_injected": dict(watch.injected),
         "frames_healed": watch.healed,
-        "row_bytes_kept_per_step": kept,
         "python_growth": watch.python_growth(),
         "memory": {name: None if g is None else g.as_dict() for name, g in growths.items()},
         "memory_points": {
@@ -348,13 +343,12 @@ def main() -> int:
         for part in ("spill", "boxes", "runs"):
             (folder / part).mkdir()
         config = config_of(folder)
-        kept = row_bytes(config)
         if args.trace:
             tracemalloc.start()
         watch = Watch(args.seed, args.minutes, args.every, folder, say)
         failures = run(config, watch)
         left = [path for part in ("spill", "boxes") for path in (folder / part).rglob("slot-*")]
-        found = report(config, watch, failures, kept)
+        found = report(config, watch, failures)
         found["trouble"] += [f"left behind: {path.name}" for path in left]
     args.results.write_text(json.dumps(found, indent=1) + "\n")
     say(

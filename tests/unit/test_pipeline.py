@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ def bare(**attributes: Any) -> Pipeline:
     """A pipeline whose stages were never started."""
     made = Pipeline.__new__(Pipeline)
     made.deadlines = fed(*[0.1] * 4)
-    made.losses = {}
+    made.losses = OrderedDict()
     made.on_replay = lambda records: None
     for name, value in attributes.items():
         setattr(made, name, value)
@@ -195,6 +196,16 @@ def test_other_bits_on_other_hardware_are_told_once_and_stand_in_the_failures_en
     ]
     assert [one.as_dict()["mismatch"] for one in pipeline.failures] == told
     assert pipeline.losses == {3: 1.25, 4: 1.0}  # what the next replay is compared with
+
+
+def test_losses_to_compare_are_those_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_LOSSES", 3)
+    pipeline = bare()
+    for step in range(5):
+        pipeline._note_loss(step, 5.0 - step)
+
+    assert pipeline.losses == {2: 3.0, 3: 2.0, 4: 1.0}
+    pipeline._check_replay(1, [record(0.5)])  # too long ago to tell
 
 
 def test_a_pipeline_notes_each_hardware_that_it_computes_on(
