@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import IO, overload
+from typing import IO, Any, overload
 
 from ray_pipe.step_row import StepRow, row_from, row_to
 
@@ -126,4 +126,10 @@ class StepLog(Sequence[StepRow]):
 
 
 def _texts(rows: Iterable[StepRow]) -> Iterator[str]:
-    return (json.dumps(row_to(row)) for row in rows)
+    return (json.dumps(row_to(row), default=_plain) for row in rows)
+
+
+def _plain(value: Any) -> Any:
+    """A codec of the user's may report numbers of numpy or torch; whatever it is, the run goes
+    on."""
+    return value.item() if hasattr(value, "item") else str(value)

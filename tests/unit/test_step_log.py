@@ -8,6 +8,7 @@ import tempfile
 import tracemalloc
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ray_pipe import step_log
@@ -73,6 +74,13 @@ def test_losses_that_are_no_numbers_stay_so() -> None:
     assert first == math.inf
     assert second is not None
     assert math.isnan(second)
+
+
+def test_numbers_of_numpy_and_whatever_else_a_codec_reports_end_no_run() -> None:
+    codec: Any = {"0->1": {"hits": np.int64(3), "error": np.float32(0.5), "what": set}}
+    log = StepLog(row(step, codec=codec) for step in range(SOME))
+
+    assert log[0].codec == {"0->1": {"hits": 3, "error": 0.5, "what": "<class 'set'>"}}
 
 
 def test_memory_does_not_grow_with_the_rows() -> None:
