@@ -71,6 +71,13 @@ MAX_MORE = {
     "actors": 0, "refs": 8, "driver files": 3, "driver threads": 2, "stage files": 3,
     "stage threads": 2, "boxes": 0, "spill files": 0, "checkpoints": 3,
 }  # fmt: skip
+MAX_MORE_OBJECTS = {"driver objects": 60_000, "stage objects": 20_000}
+"""Blocks of Python's allocator. What is kept of a step or a failure adds up to more than this; the
+windows of latest rows and records, which fill within minutes, do not."""
+
+LONG_MINUTES = 5.0
+"""From then on the process itself is judged, not only what it has open."""
+
 LINK_FAULTS = tuple(
     (source, LinkFault(target=target, action=action, share=0.002, by_s=by_s))
     for source, target in ((0, 1), (1, 2), (2, 1), (1, 0))
@@ -208,6 +215,8 @@ class Watch:
                 "driver threads": len(os.listdir(f"/proc/{own}/task")),
                 "stage files": len(os.listdir(f"/proc/{spared}/fd")),
                 "stage threads": len(os.listdir(f"/proc/{spared}/task")),
+                "driver objects": sys.getallocatedblocks(),
+                "stage objects": self.objects_there(),
                 "boxes": len(list((self.folder / "boxes").glob("*/*"))),
                 "spill files": len(list((self.folder / "spill").rglob("*"))),
                 "checkpoints": len(
@@ -215,6 +224,16 @@ class Watch:
                 ),
             }
         )
+
+    def objects_there(self) -> int:
+        """Blocks of Python's allocator in the stage that lives throughout."""
+        assert self.pipeline is not None
+
+        def count(stage: Any) -> int:
+            return sys.getallocatedblocks()
+
+        call = self.pipeline.handles[SPARED].__ray_call__.options(concurrency_group="control")
+        return int(ray.get(call.remote(count)))
 
     def python_growth(self) -> dict[str, Any]:
         """What Python objects were added a step since the first look, and where."""
@@ -286,10 +305,12 @@ def report(config: RunConfig, watch: Watch, failures: list[Failure]) -> dict[str
     ways: dict[str, dict[str, list[Any]]] = {}
     for failure in failures:
         ways.setdefault(way_of(failure), {}).setdefault("all", []).append(failure.as_dict())
-    grew = counts_that_grew(watch.counts, MAX_MORE)
+    is_long = watch.minutes >= LONG_MINUTES
+    most = MAX_MORE | (MAX_MORE_OBJECTS if is_long else {})
+    grew = counts_that_grew(watch.counts, most)
     trouble = [f"{len(differ)} losses differ, the first of step {differ[0]}"] if differ else []
     trouble += [f"{name}: {g.why}" for name, g in growths.items() if g is not None and g.leaks]
-    if watch.minutes >= 5:
+    if is_long:
         trouble += [f"{name} was not seen long enough" for name, g in growths.items() if g is None]
     trouble += [f"{name}: {before} -> {after}" for name, (before, after) in grew.items()]
     trouble += [f"{f} was not survived" for f in failures if f.resumed_from is None]
@@ -317,9 +338,8 @@ def report(config: RunConfig, watch: Watch, failures: list[Failure]) -> dict[str
             name: [[round(t), round(mb, 1)] for t, mb in points[:: max(1, len(points) // 60)]]
             for name, points in watch.memory.items()
         },
-        "counts": {name: [look[name] for look in watch.counts[::10]] for name in MAX_MORE},
-        "limits": {name: [limits.mb, limits.mb_per_hour] for name, limits in LIMITS.items()}
-        | MAX_MORE,
+        "counts": {name: [look[name] for look in watch.counts[::10]] for name in watch.counts[0]},
+        "limits": {name: [limits.mb, limits.mb_per_hour] for name, limits in LIMITS.items()} | most,
         "trouble": trouble,
     }
 
