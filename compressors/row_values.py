@@ -7,7 +7,8 @@
 
 A plain cast would lose every gradient below 3e-8 and overflow above 65504. `int8` rounds to
 nearest, 127 steps either way: |x - x'| <= max|row| / 254. Values that are not finite are refused
-with the rows that have them, never clamped. With a mask only its values travel; both ends know it.
+with the rows that have them, never clamped. With a mask only its values travel, and scales of rows
+that have some; both ends know it.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ def encode_rows(rows: F32, *, values: str = "fp16-rowscale", mask: Mask | None =
         _check_mask(mask, rows.shape)
         rows = np.where(mask, rows, np.float32(0))
     codes: npt.NDArray[Any] = rows
+    scaled = _scaled(mask, len(rows))
     scales = b""
     meta: dict[str, Any] = {}
     try:
         if values == "fp16-rowscale":
             codes, exponents = wire_kernels.half_rows(rows)
-            scales, meta = _pack_exponents(exponents)
+            scales, meta = _pack_exponents(exponents[scaled])
         elif values == "int8":
             codes, steps = wire_kernels.int8_rows(rows)
-            scales = steps.tobytes()
+            scales = steps[scaled].tobytes()
         elif not np.isfinite(rows).all():
             raise NotFinite
     except NotFinite:
@@ -88,13 +90,16 @@ def decode_rows(packet: Packet, *, mask: Mask | None = None) -> F32:
     else:
         codes = np.zeros((num, dim), dtype)
         codes[mask] = body
+    scaled = _scaled(mask, num)
     try:
         if packet.codec == "fp16-rowscale":
-            return wire_kernels.rows_of_half(codes, _read_exponents(packet, num))
+            exponents = np.zeros(num, np.int32)
+            exponents[scaled] = _read_exponents(packet, int(scaled.sum()))
+            return wire_kernels.rows_of_half(codes, exponents)
         if packet.codec == "int8":
-            if memoryview(packet.parts[1]).nbytes != 4 * num:
-                raise CodecError(f"int8: {num} rows have as many scales")
-            return wire_kernels.rows_of_int8(codes, np.frombuffer(packet.parts[1], np.float32))
+            steps = np.zeros(num, np.float32)
+            steps[scaled] = _read_steps(packet, int(scaled.sum()))
+            return wire_kernels.rows_of_int8(codes, steps)
         if not np.isfinite(codes).all():
             raise NotFinite
     except NotFinite:
@@ -102,6 +107,11 @@ def decode_rows(packet: Packet, *, mask: Mask | None = None) -> F32:
             f"{packet.codec}: rows that are not finite; no encoder here sends them"
         ) from None
     return codes.astype(np.float32)
+
+
+def _scaled(mask: Mask | None, num: int) -> Mask:
+    """Which rows have a scale: all, or those with a value that travels."""
+    return np.ones(num, np.bool_) if mask is None else np.asarray(mask.any(axis=1))
 
 
 def _pack_exponents(exponents: npt.NDArray[np.int32]) -> tuple[bytes, dict[str, Any]]:
@@ -125,6 +135,12 @@ def _read_exponents(packet: Packet, num: int) -> npt.NDArray[np.int32]:
             raise CodecError(f"fp16-rowscale: exponents start at {low!r}")
         exponents = exponents + low
     return exponents
+
+
+def _read_steps(packet: Packet, num: int) -> F32:
+    if memoryview(packet.parts[1]).nbytes != 4 * num:
+        raise CodecError(f"int8: {num} rows have as many scales")
+    return np.frombuffer(packet.parts[1], np.float32)
 
 
 def _check_mask(mask: Mask, shape: tuple[int, ...]) -> None:

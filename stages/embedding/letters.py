@@ -22,7 +22,13 @@ import numpy.typing as npt
 from compressors.base import CodecError, Packet
 from compressors.id_lists import decode_ids, decode_varints, encode_ids, encode_varints
 from compressors.row_values import FORMATS, NonFiniteRows, decode_rows, encode_rows
-from stages.embedding.chunk_prune import fold_pruned, gradient_mask, mask_of
+from stages.embedding.chunk_prune import (
+    fold_pruned,
+    gradient_mask,
+    mask_of,
+    pack_bitmaps,
+    read_bitmaps,
+)
 from stages.embedding.row_errors import NonFiniteGradientError
 from stages.embedding.shard_table import Rows
 from stages.embedding.shard_terms import IdSet, nonfinite
@@ -80,13 +86,12 @@ def rows_packet(rows: Mapping[str, Rows], tables: Tables, values: str) -> Packet
     inner, bitmaps = [], []
     for name, part in rows.items():
         table = tables[name]
-        full = part.alive is None or bool((part.alive == (1 << table.chunks) - 1).all())
-        mask = None
-        if not full:
-            assert part.alive is not None
+        mask, packed = None, b""
+        if part.alive is not None and (part.alive != (1 << table.chunks) - 1).any():
             mask = mask_of(part.alive, chunks=table.chunks, dim=table.dim)
+            packed = pack_bitmaps(part.alive, chunks=table.chunks)
         inner.append(encode_rows(part.weights, values=values, mask=mask))
-        bitmaps.append(b"" if full or part.alive is None else part.alive.tobytes())
+        bitmaps.append(packed)
     epochs = [part.epoch for part in rows.values()]
     return _batch("embedding-rows", list(rows), inner, bitmaps, epochs=epochs)
 
@@ -107,9 +112,11 @@ def read_rows(packet: Packet, tables: Tables) -> dict[str, Rows]:
             alive = np.full(inner.shape[0], (1 << table.chunks) - 1, np.uint8)
         mask = None
         if memoryview(part).nbytes:
-            if alive is None or memoryview(part).nbytes != len(alive):
+            if alive is not None:
+                packed = np.frombuffer(part, np.uint8)
+                alive = read_bitmaps(packed, num=len(alive), chunks=table.chunks)
+            if alive is None:
                 raise CodecError(f"table {name!r}: bitmaps do not fit {inner.shape[0]} rows")
-            alive = np.frombuffer(part, np.uint8)
             mask = mask_of(alive, chunks=table.chunks, dim=table.dim)
         read[name] = Rows(weights=decode_rows(inner, mask=mask), alive=alive, epoch=epoch)
     return read

@@ -112,6 +112,8 @@ def test_only_the_mask_travels(values: str) -> None:
 
     size = {"fp32": 4, "fp16-rowscale": 2, "int8": 1}[values]
     assert memoryview(packet.parts[0]).nbytes == 6 * size
+    scale = {"fp32": 0, "fp16-rowscale": 1, "int8": 4}[values]
+    assert memoryview(packet.parts[1]).nbytes == 2 * scale  # the second row has no values
     assert (back[~mask] == 0).all()
     assert np.allclose(back[mask], rows[mask], rtol=0.01)
 
@@ -137,3 +139,13 @@ def test_what_no_encoder_sends_is_refused() -> None:
         decode_rows(replace(packet, parts=(b"\xff" * 12, packet.parts[1])))
     with pytest.raises(ValueError, match="one of"):
         encode_rows(np.ones((2, 3), np.float32), values="fp8")
+
+
+@pytest.mark.parametrize("values", ["fp16-rowscale", "int8"])
+def test_a_scale_of_a_row_without_values_is_refused(values: str) -> None:
+    mask = np.array([[1, 1, 1], [0, 0, 0]], np.bool_)
+    packet = encode_rows(np.ones((2, 3), np.float32), values=values, mask=mask)
+    both = encode_rows(np.ones((2, 3), np.float32), values=values)
+
+    with pytest.raises(CodecError, match="1 rows have as many"):
+        decode_rows(replace(packet, parts=(packet.parts[0], both.parts[1])), mask=mask)
