@@ -44,10 +44,11 @@ class ChunkPrune:
     decay: float = 0.98
     """Of utilities, at each prune."""
 
-    taper: float = 3.0
+    taper: float = 2.0
     """The n-th chunk of a row competes with its utility over n ** taper, so that a row's length
-    grows like its use to the power of 1 / taper, and all rows keep the same columns first. At 0
-    the rows used most keep everything and most of the others nothing."""
+    grows like the square root of its use, and all rows keep the same columns first. At 0 the rows
+    used most keep everything and most of the others nothing; above 2.5 rows that become hot get
+    their last chunks back late."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
