@@ -44,6 +44,9 @@ class Row:
     arms: str = "fp32,directq,acsgd"
     """Codecs, with bits where they are not 4 forth and 4 back: acsgd:2/4."""
 
+    schedule: str = "gpipe"
+    """Of all arms."""
+
 
 ROWS = {
     "paper": Row(
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument(
         "--arms", help="instead of the rows' own; acsgd:2/4 has 2 bits forth, 4 back"
     )
+    parser.add_argument("--schedule", help="of all arms, instead of the rows' own")
     parser.add_argument("--keep", action="store_true", help="keep other rows of an earlier run")
     args = parser.parse_args()
     wanted = args.rows.split(",")
@@ -83,7 +87,9 @@ def main() -> None:
             bps = row.bps or bandwidth_of_the_paper(actors, row.job)
             settings = {**row.job, "epochs": args.epochs or row.epochs}
             settings["network.bandwidth_bps"] = bps
-            print(f"{name}: {row.what} at {show_bandwidth(bps)}", flush=True)
+            settings["pipeline.schedule"] = args.schedule or row.schedule
+            what = f"{row.what}, {settings['pipeline.schedule']}"
+            print(f"{name}: {what} at {show_bandwidth(bps)}", flush=True)
             rounds = [
                 train_round(actors, (args.arms or row.arms).split(","), settings)
                 for _ in range(args.rounds)
@@ -93,7 +99,7 @@ def main() -> None:
             found.append(
                 {
                     "row": name,
-                    "what": row.what,
+                    "what": what,
                     "bandwidth_bps": bps,
                     "is_paper_ratio": row.bps is None,
                     **stamp(),
