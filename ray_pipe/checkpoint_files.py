@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_pipe.errors import ConfigError
 from ray_pipe.step_log import StepLog
+from ray_pipe.unfinished import newest_record
 from stages.storage import ATTEMPT, FileNote, Folder, StorageError, refuse_other
 
 if TYPE_CHECKING:
@@ -320,11 +321,13 @@ def locate(path: str, *, asked: str = "--resume ") -> tuple[CheckpointStore, Che
 
 
 def newest_run(out: str) -> str | None:
-    """The run below `out` whose checkpoint was written last."""
+    """The run below `out` whose checkpoint was written last, or whose driver was killed since."""
     found = [
         (path.stat().st_mtime, str(path.parents[3]))
         for path in Path(out).glob(f"*/checkpoints/*/{PREFIX}*/{MANIFEST}")
     ]
+    if (unfinished := newest_record(out)) is not None:
+        found.append(unfinished)
     return max(found)[1] if found else None
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +26,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from ray_pipe.errors import ClusterError
+from ray_pipe.errors import ClusterError, Terminated
 from ray_pipe.planner.placement import Node, Placement, move, place, spare_homes
 from ray_pipe.preflight import check_address
 from ray_pipe.pulse import PULSE_S
@@ -98,10 +100,18 @@ def connect(
 
 
 def start_ray(options: dict[str, Any], *, tries: int) -> Any:
-    """`ray.init`, once more where it only took too long."""
+    """`ray.init`, once more where it only took too long.
+
+    Ray takes SIGTERM for itself and ends the process with a trace; whoever has a handler keeps it.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
     while True:
         try:
-            return ray.init(**options)
+            context = ray.init(**options)
+            if is_main and callable(handler):
+                signal.signal(signal.SIGTERM, handler)
+            return context
         except Exception as error:
             tries -= 1
             if tries == 0 or "timed out during startup" not in str(error):
@@ -149,6 +159,26 @@ def nodes() -> list[Node]:
     ]
 
 
+def ask_nodes(work: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
+    """What `work` returns in a process on each node, by the node's id; an error in its place where
+    it fails, or there is no answer."""
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(work)
+    calls = {
+        remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+        ).remote(*args, **options): node.id
+        for node in nodes()
+    }
+    ray.wait(list(calls), num_returns=len(calls), timeout=START_TIMEOUT_S)
+    found: dict[str, Any] = {}
+    for call, node_id in calls.items():
+        try:
+            found[node_id] = ray.get(call, timeout=0)
+        except RayError as error:
+            found[node_id] = error
+    return found
+
+
 Look = Callable[[Collection[int]], Mapping[int, RayError]]
 """Of the stages that are waited for: who is lost, and why."""
 
@@ -192,6 +222,12 @@ class StageActors:
         self.handles: list[Any] = []
         self.guests: dict[int, Any] = {}
         """Actors beside the stages that talk to stage 0, by their node in the topology."""
+
+        self.may_leave_boxes = False
+        """Whether they are of use to a later run, if the machine ends this one."""
+
+        self.leaves_boxes = True
+        """Whether black boxes of the stages may outlive them; known once they have ended."""
 
         self._num_replaced = 0
         self._num_spares = 0
@@ -354,10 +390,19 @@ class StageActors:
         self.spares.end()
         for handle in self.handles:
             handle.abort.remote("the run has ended")
-        # Killed at once they would leave their black boxes behind.
-        calls = [handle.close.remote() for handle in self.handles]
-        with contextlib.suppress(RayError):
-            ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
+        if not (self.may_leave_boxes and any(isinstance(one, Terminated) for one in exc)):
+            self._close()
         for handle in self.handles:
             ray.kill(handle)
         remove_placement_group(self._group)
+
+    def _close(self) -> None:
+        """Let the stages end: killed at once they would leave their black boxes behind."""
+        calls = [handle.close.remote() for handle in self.handles]
+        with contextlib.suppress(RayError):
+            ready, late = ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
+            self.leaves_boxes = bool(late)
+            for call in ready:
+                ray.get(call)
+            return
+        self.leaves_boxes = True

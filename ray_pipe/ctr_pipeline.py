@@ -24,6 +24,7 @@ from ray_pipe.pipeline import CallsFailed, Item, Pipeline, Records
 from ray_pipe.recovery import Failure
 from ray_pipe.saving import Save
 from ray_pipe.shards import Shards
+from stages.box_places import BRIEF
 from stages.embedding.shard_folders import saved_shards
 
 SEE_S = 60.0
@@ -31,6 +32,8 @@ SEE_S = 60.0
 
 class CtrPipeline(Pipeline):
     """Dense stages in step, rows on shards that are not."""
+
+    box_prefix = BRIEF  # they lack the shards' rows: after the driver's death there is a checkpoint
 
     def __init__(
         self,

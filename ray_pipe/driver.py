@@ -28,17 +28,18 @@ from ray_pipe.config import (
 from ray_pipe.delta_watch import DeltaWatch
 from ray_pipe.metrics import ArmMeter, MetricsFile
 from ray_pipe.monitoring.monitor import watch
-from ray_pipe.pipeline import Pipeline
+from ray_pipe.pipeline import Boxes, Pipeline
 from ray_pipe.planner.cost import measure_costs, predict, simulated_step_s
 from ray_pipe.planner.placement import Placement, place
 from ray_pipe.plans import Arm, arms_of
-from ray_pipe.preparing import Preparation, begins_after
+from ray_pipe.preparing import Preparation
 from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
 from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.replicas import ReplicaPipeline
 from ray_pipe.results import results_of, write_all
+from ray_pipe.resume import Start
 from ray_pipe.row_memory import rooms_of
 from ray_pipe.trained import Trained
 from ray_pipe.workload import Workload, gpt_workload
@@ -89,7 +90,9 @@ def run(
         arms_of(config, work),
         on_warning=observer.on_warning,
         on_phase=observer.on_phase,
+        want_states=want_states,
     )
+    taking_up = checkpoints.taking_up
 
     trained: list[Trained] = []
     failures = checkpoints.failures
@@ -97,6 +100,9 @@ def run(
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
         placement = place(config.pipeline.stages * config.sync.replicas, nodes())
+        placement = taking_up.ask(
+            arms_of(config, work), checkpoints.starts, placement, want_states=want_states
+        )
         config, notes = config.on_nodes(placement.num_nodes)
         if is_cluster(config.address):
             for text in (*placement.notes(), *notes):
@@ -105,27 +111,49 @@ def run(
         arms = arms_of(config, work)
         path = config.make_folder()
         checkpoints.open(config, path)
+        if config.sync.replicas == 1:
+            taking_up.open(config, path, failures, epoch_s=epoch_s)
         if config.dashboard or dashboard:
             observer.on_note(show_dashboard(dashboard))
         observer.on_phase(f"starting {_how_many(config)}")
+        actors: StageActors | None = None
         try:
             with (
-                MetricsFile(path / "metrics.jsonl", on_warning=observer.on_warning) as sink,
+                MetricsFile(
+                    path / "metrics.jsonl",
+                    on_warning=observer.on_warning,
+                    aside=taking_up.left is not None,
+                ) as sink,
                 start_actors(config, label=path.name, placement=placement) as actors,
                 watch(path.name, failures) as monitor,
             ):
+                actors.may_leave_boxes = taking_up.is_open
 
                 def tell(failure: Failure) -> None:
                     observer.on_warning(str(failure))
                     monitor.on_failures()
 
+                def survived(pipeline: Pipeline, failure: Failure) -> None:
+                    tell(failure)
+                    taking_up.failed(pipeline)
+
                 def begin(arm: Arm) -> tuple[Pipeline, Trained]:
                     pipeline, one = prepare(
-                        actors, arm, observer, sink=sink, epoch_s=epoch_s, failures=failures
+                        actors,
+                        arm,
+                        observer,
+                        sink=sink,
+                        epoch_s=epoch_s,
+                        failures=failures,
+                        boxes=checkpoints.boxes_of(arm),
                     )
                     one.monitor = monitor
-                    pipeline.on_failure = tell
+                    pipeline.on_failure = partial(survived, pipeline)
                     checkpoints.begin(pipeline, one)
+                    sink.publish()
+                    ended = checkpoints.begun(pipeline, one)
+                    if ended is not None:
+                        tell(ended)
                     return pipeline, one
 
                 for index, arm in enumerate(arms):
@@ -155,11 +183,17 @@ def run(
                     summary = one.summary()
                     monitor.on_arm_end(summary)
                     observer.on_arm_end(summary.as_dict())
+                sink.publish()
+        except BaseException as error:
+            if taking_up.over(error, leaves_boxes=actors is None or actors.leaves_boxes):
+                observer.on_note(f"--resume {path} goes on from the last step that was done")
+            raise
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
             results = results_of(config, summaries, trained, failures, own=workload)
             results |= checkpoints.results()
             write_all(path, results, trained, observer)
+    taking_up.over(None, leaves_boxes=False)
     observer.on_end(results, path)
     return Outcome(
         results=results,
@@ -180,6 +214,7 @@ def preparation(
     failures: list[Failure],
 ) -> Preparation:
     """For the beginning of an arm, in which stages may be lost, too."""
+    start = checkpoints.starts.get(arm.name, Start())
     return Preparation(
         actors,
         arm=arm.name,
@@ -187,7 +222,8 @@ def preparation(
         failures=failures,
         epoch_s=epoch_s,
         on_failure=tell,
-        begins_after=begins_after(checkpoints.starts.get(arm.name)),
+        begins_after=start.after,
+        begins_from=start.source,
     )
 
 
@@ -199,13 +235,14 @@ def prepare(
     sink: MetricsFile,
     epoch_s: float,
     failures: list[Failure],
+    boxes: Boxes | None = None,
 ) -> tuple[Pipeline, Trained]:
     """Set the stages up for an arm, measure their costs, and predict the step time.
 
     What the arm has to survive is added to `failures`.
     """
     observer.on_phase(f"preparing {arm.name}: building stages, measuring their costs")
-    pipeline = make_pipeline(actors, arm, epoch_s=epoch_s, failures=failures)
+    pipeline = make_pipeline(actors, arm, epoch_s=epoch_s, failures=failures, boxes=boxes)
     for text in pipeline.notes():
         observer.on_warning(text)
     costs, sample_shape = measure_costs(pipeline) if arm.fleet is None else ([], ())
@@ -253,13 +290,18 @@ def start_actors(config: RunConfig, *, label: str, placement: Placement) -> Stag
 
 
 def make_pipeline(
-    actors: StageActors, arm: Arm, *, epoch_s: float, failures: list[Failure]
+    actors: StageActors,
+    arm: Arm,
+    *,
+    epoch_s: float,
+    failures: list[Failure],
+    boxes: Boxes | None = None,
 ) -> Pipeline:
     """The pipeline of an arm, or all its replicas."""
     if isinstance(actors, ReplicaActors):
         return ReplicaPipeline(actors, arm, epoch_s=epoch_s, failures=failures)
     make = TRANSPORTS[arm.config.pipeline.transport]
-    return make(actors, arm, epoch_s=epoch_s, failures=failures)
+    return make(actors, arm, epoch_s=epoch_s, failures=failures, boxes=boxes)
 
 
 def _how_many(config: RunConfig) -> str:
@@ -297,6 +339,8 @@ def train(
             one.meter.skip(records)
             one.eval_losses.append((one.meter.rows[-1].wall_s, last, records[-1].loss))
             one.monitor.on_eval(records[-1].loss)
+            if one.on_evaluated is not None:
+                one.on_evaluated()
 
 
 def target_of(trained: Sequence[Trained]) -> float | None:
@@ -316,7 +360,8 @@ def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
     first = one.arm.num_steps
     extra = max(OVERTIME_MIN_STEPS, round(first * OVERTIME_SHARE))
     window = one.summary().final_window
-    for records in pipeline.train(range(first, first + extra)):
+    done = len(one.meter.overtime)  # more than 0 in a run that was resumed in between
+    for records in pipeline.train(range(first + done, first + extra)):
         one.meter.add(records, overtime=True)
         late = one.meter.overtime[-window:]
         latest = [*(one.meter.rows[len(late) - window :] if len(late) < window else ()), *late]

@@ -54,6 +54,11 @@ class StageDied(TrainingError):
         return f"{text}; {self.hint}" if self.hint else text
 
 
+class Terminated(KeyboardInterrupt):
+    """The machine, not the user, ends this process (SIGTERM): whoever starts the run again wants
+    to go on, so what is needed for that stays."""
+
+
 class CheckpointsLost(TrainingError):
     """All steps were trained, but what they led to is not saved."""
 

@@ -94,9 +94,9 @@ class ArmMeter:
         for is_over, some in ((False, rows), (True, overtime)):
             for row in some:
                 self._keep(row, overtime=is_over)
+                self._wall_before_s = max(self._wall_before_s, row.wall_s)
                 if self._sink is not None:
                     self._sink.write(row)
-        self._wall_before_s = self.rows[-1].wall_s if self.rows else 0.0
 
     def _keep(self, row: StepRow, *, overtime: bool) -> None:
         if overtime:
@@ -132,10 +132,16 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: Path | str, *, on_warning: Callable[[str], None] = lambda text: None
+        self,
+        path: Path | str,
+        *,
+        on_warning: Callable[[str], None] = lambda text: None,
+        aside: bool = False,
     ) -> None:
+        """`aside`: the old file stays until `publish`; its lines may be needed once more."""
         self.path = Path(path)
-        self._file = self.path.open("wb", buffering=0)
+        self._aside = self.path.with_name(f"{self.path.name}.part") if aside else None
+        self._file = (self._aside or self.path).open("wb", buffering=0)
         self._end = 0
         self._waiting = b""
         self._on_warning = on_warning
@@ -153,9 +159,19 @@ class MetricsFile:
                     "training goes on, its lines wait in memory. Free space on that disk."
                 )
 
+    def publish(self) -> None:
+        """What was written aside takes the old file's place; from now on lines go there."""
+        if self._aside is not None:
+            self._aside.replace(self.path)
+            self._aside = None
+
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. What was not published goes."""
         if self._file.closed:
+            return
+        if self._aside is not None:
+            self._file.close()
+            self._aside.unlink(missing_ok=True)
             return
         try:
             self._put()

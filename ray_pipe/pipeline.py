@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from ray_pipe.checkpoint_files import stage_file
 from ray_pipe.cluster import StageActors
 from ray_pipe.deadlines import Deadlines, transfer_s
 from ray_pipe.errors import TrainingError
-from ray_pipe.failures import name_failure, to_error
+from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
 from ray_pipe.pulse import PULSE_S, Pulse
 from ray_pipe.recovery import Failure
@@ -73,6 +73,17 @@ class Item:
     """Its records were handed out before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boxes:
+    """Which black boxes the stages of an arm begin with."""
+
+    run: str = ""
+    """The training whose boxes they take over as they are; empty: new ones."""
+
+    gone: tuple[str, ...] = ()
+    """Trainings that were left: their boxes may be removed."""
+
+
 class CallsFailed(Exception):
     """Some calls of one item failed; the others may still run."""
 
@@ -85,6 +96,9 @@ class Pipeline:
     """The stages of one arm, ready to train, stages pushing to each other."""
 
     transport = "push"
+    box_prefix = ""
+    """Of the name that this training's black boxes have."""
+
     can_train_on = True
     """Whether steps beyond the arm's own make sense."""
 
@@ -95,8 +109,10 @@ class Pipeline:
         *,
         epoch_s: float,
         failures: list[Failure] | None = None,
+        boxes: Boxes | None = None,
     ) -> None:
-        """`failures` of the run so far, in other arms too; those to come are added to it."""
+        """`failures` of the run so far, in other arms too; those to come are added to it. With
+        `boxes` of a driver that is gone, `go_back` comes next, or `start_anew`."""
         self.arm = arm
         self.actors = actors
         self.handles = actors.handles
@@ -123,11 +139,43 @@ class Pipeline:
 
         self._samples = ray.put(arm.workload.samples)
         generation = next(_generations)
-        label = f"{uuid.uuid4().hex[:12]}-{generation}"
-        self.specs = arm.specs(epoch_s=epoch_s, generation=generation, run=label)
+        boxes = boxes or Boxes()
+        self.run = boxes.run or f"{self.box_prefix}{uuid.uuid4().hex[:12]}-{generation}"
+        """Names this training: its black boxes are found by it."""
+
+        specs = arm.specs(epoch_s=epoch_s, generation=generation, run=self.run)
+        self.specs = [replace(spec, gone=boxes.gone) for spec in specs]
         everybody = range(len(self.handles))
-        self.infos = self.gather(self.set_up(everybody), doing="being set up")
+        calls = self.set_up(everybody, reborn=True) if boxes.run else self.set_up(everybody)
+        self.infos = self.gather(calls, doing="being set up")
         self.check_infos(self.infos)
+
+    def start_anew(self) -> None:
+        """Every stage as it is before its first step, and an empty box."""
+        calls = self.set_up(range(len(self.handles)))
+        self.infos = self.gather(calls, doing="being set up")
+        self.check_infos(self.infos)
+
+    def go_back(self, step: int) -> list[str]:
+        """All stages to a step that their black boxes hold, before the first one is run; returns
+        why that cannot be, if it cannot: then `start_anew`."""
+        calls = {handle.status.remote(): i for i, handle in enumerate(self.handles)}
+        found = self.gather(calls, doing="telling what its black box holds")
+        troubles = [
+            f"the black box of stage {index} holds steps {list(status.box)}, not {step}"
+            for index, status in enumerate(found)
+            if step not in status.box
+        ]
+        if troubles:
+            return troubles
+        calls = {handle.restore.remote(step): i for i, handle in enumerate(self.handles)}
+        try:
+            self.gather(calls, doing="going back", patience_s=self.patience_s())
+        except TrainingError as error:
+            if not all(isinstance(why, RayTaskError) for why in error.by_stage.values()):
+                raise  # somebody is lost, and will be replaced
+            return [f"stage {i}: {cause_of(why)}" for i, why in error.by_stage.items()]
+        return []
 
     def set_up(self, stages: range | tuple[int, ...], *, reborn: bool = False) -> dict[Any, int]:
         """Calls that make these actors stages of this arm."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -20,7 +20,7 @@ from ray_pipe.errors import TrainingError
 from ray_pipe.failures import cause_of, is_out_of_reach, name_failure, to_error
 from ray_pipe.hearing import PING_CROWDING, PING_S
 from ray_pipe.pipeline import Silence
-from ray_pipe.recovery import FRESH, Failure, verdict
+from ray_pipe.recovery import FRESH, Failure, Source, verdict
 from ray_pipe.replica_actors import ReplicaActors
 from stages.crowding import crowding
 
@@ -40,9 +40,10 @@ class Preparation:
         epoch_s: float,
         on_failure: Callable[[Failure], None],
         begins_after: int = FRESH,
+        begins_from: Source = "checkpoint",
     ) -> None:
         """`failures` of the run so far, to which those to come are added; `begins_after` the step
-        whose state the arm begins with."""
+        whose state the arm begins with, and `begins_from` where that is."""
         self._actors = actors
         self._arm = arm
         self._max_failures = max_failures
@@ -50,6 +51,7 @@ class Preparation:
         self._epoch_s = epoch_s
         self._on_failure = on_failure
         self._begins_after = begins_after
+        self._begins_from = begins_from
         self._open: list[tuple[int, float]] = []
         """Places among the failures that the arm has not come back from, and since when."""
 
@@ -94,7 +96,7 @@ class Preparation:
                 failure,
                 replaced=tuple(sorted(lost)),
                 resumed_from=self._begins_after,
-                source="fresh" if self._begins_after == FRESH else "checkpoint",
+                source="fresh" if self._begins_after == FRESH else self._begins_from,
             )
         )
         self._open.append((len(self._failures) - 1, start))
@@ -131,8 +133,3 @@ class Preparation:
     def _introduce(self) -> None:
         if not isinstance(self._actors, ReplicaActors):
             self._actors.introduce()
-
-
-def begins_after(start: Any) -> int:
-    """The step that an arm's `ray_pipe.resume.Start` has the state of."""
-    return FRESH if start is None or start.checkpoint is None else int(start.checkpoint.step) - 1

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-Kind = Literal["died", "hung", "timeout", "error"]
+Kind = Literal["died", "hung", "timeout", "error", "driver"]
 Source = Literal["live", "box", "checkpoint", "fresh"]
 PHASES = ("hear_out", "process", "set_up", "ask", "restore")
 """What a recovery consists of: everybody is stopped and heard out; a process for each stage that
@@ -22,6 +22,9 @@ was lost, known to all; it becomes the stage; all tell what they have; all go ba
 
 FRESH = -1
 """The step before the first: every stage can be built anew."""
+
+DRIVER = -1
+"""In place of a stage's number."""
 
 SAME_STEP_LIMIT = 3
 """A step that fails so often in a row will not succeed by being tried again."""
@@ -33,10 +36,11 @@ class Failure:
 
     kind: Kind
     """died: a process is gone; hung: it was there but did not answer; timeout: all are alive, but
-    something did not come in time; error: a stage's own code raised."""
+    something did not come in time; error: a stage's own code raised; driver: the driver itself
+    ended, and the run was resumed."""
 
     stage: int
-    """Who failed first, or who waited in vain."""
+    """Who failed first, or who waited in vain; `DRIVER` is no stage."""
 
     step: int
     cause: str
@@ -87,6 +91,8 @@ class Failure:
         return Failure(**{**{k: v for k, v in entry.items() if k in known}, **lists})
 
     def __str__(self) -> str:
+        if self.kind == "driver":
+            return self._of_driver()
         what = {
             "died": "died",
             "hung": "did not answer",
@@ -107,6 +113,19 @@ class Failure:
             new = f"; stage {names} has {what} with the state of its {_SOURCES[self.source]}"
         where = "the beginning" if self.resumed_from == FRESH else f"step {self.resumed_from}"
         return f"{text}{new}; the run went on from {where} after {self.recovery_s or 0.0:.1f} s"
+
+    def _of_driver(self) -> str:
+        text = f"the driver ended in step {self.step}: {self.cause}"
+        if self.resumed_from is None:
+            return text
+        where = {
+            "box": f"goes on after step {self.resumed_from}, from the black boxes of its stages",
+            "checkpoint": f"goes on after step {self.resumed_from}, from a checkpoint",
+        }.get(self.source, "begins anew")
+        again = {0: "", 1: " (1 step is run again)"}.get(
+            self.replayed_steps, f" ({self.replayed_steps} steps are run again)"
+        )
+        return f"{text}; the run {where}{again}, {self.recovery_s or 0.0:.1f} s after its new start"
 
 
 _SOURCES = {"box": "black box", "checkpoint": "checkpoint", "fresh": "first step", "": "black box"}
@@ -137,7 +156,9 @@ class Decision:
 
 
 def verdict(failure: Failure, before: Sequence[Failure], *, max_failures: int) -> str:
-    """Why the run must end; empty if it may be tried again. `before`: failures so far."""
+    """Why the run must end; empty if it may be tried again. `before`: failures so far, of which
+    deaths of the driver do not count: whoever started it again has decided that."""
+    before = [earlier for earlier in before if earlier.kind != "driver"]
     if failure.kind == "error":
         return "an error in a stage's own work would come again"
     if max_failures == 0:

@@ -13,6 +13,7 @@ WHAT = {
     "hung": "did not answer",
     "timeout": "waited in vain",
     "error": "error",
+    "driver": "ended, and was started again",
 }
 NAMES = {
     "hear_out": "hearing all out",
@@ -61,6 +62,8 @@ def _took(failure: Mapping[str, Any]) -> str:
 
 
 def _who(failure: Mapping[str, Any]) -> str:
+    if failure["kind"] == "driver":
+        return "driver"
     replica = failure.get("replica")
     return f"{'' if replica is None else f'replica {replica}, '}stage {failure['stage']}"
 

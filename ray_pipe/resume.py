@@ -21,6 +21,7 @@ from ray_pipe.checkpoint_files import (
 )
 from ray_pipe.config import RunConfig
 from ray_pipe.plans import Arm
+from ray_pipe.recovery import Source
 from ray_pipe.replica_plans import is_deterministic
 from stages.recut import recut
 from stages.state import StageState, StateError
@@ -66,13 +67,45 @@ class Loads(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BoxStart:
+    """Black boxes to go on from."""
+
+    run: str
+    """They are found by it."""
+
+    step: int
+    """That all of them hold."""
+
+    progress: Mapping[str, Any]
+    """The arm's numbers up to there."""
+
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Start:
-    """How an arm begins: from nothing, from a checkpoint, or not at all because it is done."""
+    """How an arm begins: from nothing, from a checkpoint, from the black boxes of a driver that
+    was killed, or not at all because it is done."""
 
     checkpoint: Checkpoint | None = None
     progress: Mapping[str, Any] | None = None
     is_done: bool = False
     notes: tuple[str, ...] = ()
+    boxes: BoxStart | None = None
+    """If they are newer than the checkpoint, which stays what to fall back to."""
+
+    @property
+    def after(self) -> int:
+        """The step whose state it begins with; -1 for none."""
+        if self.boxes is not None:
+            return self.boxes.step
+        return -1 if self.checkpoint is None else self.checkpoint.step - 1
+
+    @property
+    def source(self) -> Source:
+        if self.boxes is not None:
+            return "box"
+        return "fresh" if self.checkpoint is None else "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +142,29 @@ class Resume:
 
 
 def find_resume(
-    config: RunConfig, default: Folder, names: Sequence[str] | None = None
+    config: RunConfig,
+    default: Folder,
+    names: Sequence[str] | None = None,
+    *,
+    may_lack: bool = False,
 ) -> Resume | None:
-    """What `checkpoint.resume` means; None if it is `auto` and there is nothing yet.
+    """What `checkpoint.resume` means; None if it is `auto`, or it `may_lack` checkpoints, and there
+    is nothing yet.
 
     `default` is where this run's own checkpoints are, `names` its arms.
     """
     wish = config.checkpoint.resume
     if wish is None:
         return None
+    store, chosen = CheckpointStore(default), None
     if wish != "auto":
-        store, chosen = locate(wish)
-    else:
-        store, chosen = CheckpointStore(default), None
-        if not store.arms():
-            return None
+        try:
+            store, chosen = locate(wish)
+        except CheckpointError:
+            if not may_lack:
+                raise
+    if (wish == "auto" or may_lack) and not store.arms():
+        return None
     names = [arm.name for arm in config.arms] if names is None else names
     found = store.arms()
     if not set(names) & set(found):
@@ -226,24 +267,52 @@ def _checked(checkpoint: Checkpoint, arm: Arm, notes: list[str]) -> Start:
             "give more --steps or --epochs, or resume from an older checkpoint."
         )
     _refuse_other_data(checkpoint, arm)
-    before, now = _flat(manifest.config), _flat(arm.config.to_dict())
-    changed = [key for key in sorted(now) if key in before and before[key] != now[key]]
-    wrong = [key for key in changed if _is_among(key, MUST_MATCH)]
-    if wrong:
-        listed = "; ".join(f"{key} is {before[key]!r} there and {now[key]!r} here" for key in wrong)
+    other = other_settings(manifest.config, arm.config, step=manifest.step)
+    if other.wrong:
         raise CheckpointError(
-            f"{where} is a checkpoint of another run: {listed}. Resume with the same settings "
-            f"(--set {wrong[0]}={before[wrong[0]]}), or leave them out: they are in the checkpoint."
+            f"{where} is a checkpoint of another run: {'; '.join(other.wrong)}. Resume with the "
+            f"same settings (--set {other.way_out}), or leave them out: they are in the checkpoint."
         )
-    notes = [*notes]
-    for key in changed:
-        if not _is_among(key, MAY_DIFFER):
-            notes.append(
-                f"{key} was {before[key]!r} up to step {manifest.step} and is {now[key]!r} from "
-                "now on: the losses will not be those of an unbroken run."
-            )
+    notes = [
+        *notes,
+        *(
+            f"{text} from now on: the losses will not be those of an unbroken run."
+            for text in other.changed
+        ),
+    ]
     notes += _other_code(checkpoint)
     return Start(checkpoint=checkpoint, progress=checkpoint.progress(), notes=tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherSettings:
+    """How the settings of a run differ from those of the one it goes on from."""
+
+    wrong: tuple[str, ...]
+    """What makes the state one of another run."""
+
+    changed: tuple[str, ...]
+    """What makes only the rest of the run another one."""
+
+    way_out: str = ""
+
+
+def other_settings(
+    saved: Mapping[str, Any], config: RunConfig, *, step: int = 0, also: tuple[str, ...] = ()
+) -> OtherSettings:
+    """Compare; `also` are options that must be the same beside `MUST_MATCH`."""
+    before, now = _flat(saved), _flat(config.to_dict())
+    changed = [key for key in sorted(now) if key in before and before[key] != now[key]]
+    wrong = [key for key in changed if _is_among(key, MUST_MATCH) or key in also]
+    return OtherSettings(
+        wrong=tuple(f"{key} is {before[key]!r} there and {now[key]!r} here" for key in wrong),
+        changed=tuple(
+            f"{key} was {before[key]!r} up to step {step} and is {now[key]!r}"
+            for key in changed
+            if not _is_among(key, MAY_DIFFER)
+        ),
+        way_out=f"{wrong[0]}={before[wrong[0]]}" if wrong else "",
+    )
 
 
 def _other_code(checkpoint: Checkpoint) -> list[str]:

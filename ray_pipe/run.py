@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
-from ray_pipe.errors import ConfigError, RayPipeError, lost_checkpoints
+from ray_pipe.errors import ConfigError, RayPipeError, Terminated, lost_checkpoints
 from ray_pipe.flags import build_config, parse_flags, with_flag
 from ray_pipe.metrics import to_json
 from ray_pipe.settings_file import show_settings
@@ -118,7 +118,8 @@ def _train(
 def stop_on_signals(
     progress: Progress, err: TextIO, *, leave: Callable[[int], NoReturn] = os._exit
 ) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) stops cleanly, by KeyboardInterrupt; a second one at once."""
+    """The first Ctrl-C stops cleanly, by KeyboardInterrupt, and so does SIGTERM, by `Terminated`;
+    a second one at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread
         return
@@ -133,7 +134,7 @@ def stop_on_signals(
             leave(STOPPED)
         asked = True
         progress.on_phase("stopping ... (Ctrl-C again to stop at once)")
-        raise KeyboardInterrupt
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -110,6 +110,13 @@ def row_from(saved: Mapping[str, Any]) -> StepRow:
     return StepRow(**values)
 
 
+def row_of_line(line: Mapping[str, Any]) -> StepRow:
+    """The row that a line of metrics.jsonl was written from; what was NaN is None."""
+    names = {field.name for field in fields(StepRow)} - {"sent", "stage_s"}
+    values = {name: value for name, value in line.items() if name in names}
+    return row_from({**values, "sent": line["links"], "stage_s": line["stages"]})
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, StageTime):
         return asdict(value)

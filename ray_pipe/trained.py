@@ -11,6 +11,7 @@ from ray_pipe.arms import ArmSummary, summarize
 from ray_pipe.checkpoint import Saver
 from ray_pipe.delta_watch import DeltaWatch
 from ray_pipe.fleet_book import FleetBook
+from ray_pipe.ledger import Sent
 from ray_pipe.metrics import ArmMeter
 from ray_pipe.monitoring.monitor import Monitor
 from ray_pipe.planner.cost import Prediction
@@ -42,6 +43,10 @@ class Trained:
     """Looks whether memory is of any use; says so to `on_warning`."""
 
     on_warning: Callable[[str], None] | None = None
+    on_evaluated: Callable[[], None] | None = None
+    on_replayed: Callable[[Sent], None] | None = None
+    """Told the bytes of a step that was run again, which its row does not have."""
+
     fleet: FleetBook | None = None
     """What the replicas did, if there are several."""
 
@@ -71,7 +76,10 @@ class Trained:
 
     def add_again(self, records: list[StepRecord]) -> None:
         """A step that was run again after a failure: its bytes count, its row is there."""
-        self.monitor.on_replay(self.meter.count_again(records), records)
+        sent = self.meter.count_again(records)
+        self.monitor.on_replay(sent, records)
+        if self.on_replayed is not None:
+            self.on_replayed(sent)
         if self.saver is not None:
             self.saver.recorded(records[0].step)
 

@@ -39,6 +39,10 @@ class BoxError(ValueError):
     """A box that does not hold what was asked of it, or is damaged."""
 
 
+class BoxHeld(BoxError):
+    """A box that another process has open."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """A stage after a commit. Its arrays may be the live ones: they change at the next update."""
@@ -66,9 +70,10 @@ class Kept:
 class BlackBox:
     """One stage's box. Methods may be called from any thread, one at a time."""
 
-    def __init__(self, folder: Path, *, rows: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, rows: Path | None = None, as_found: bool = False) -> None:
         """Open the box in `folder`, or make it; `rows` is a folder of its own for the log of rows,
-        if that is to lie elsewhere. Raises `BoxError` if another process holds it."""
+        if that is to lie elsewhere. Raises `BoxHeld` if another process holds it. One that is
+        opened `as_found` can be read only, and is left as it is, damaged or not."""
         self.folder = folder
         self._folders = [folder] if rows is None else [folder, rows]
         self.log_folder = self._folders[-1]
@@ -83,9 +88,15 @@ class BlackBox:
         self.on_write: Callable[[str, int], None] | None = None
         """Told each part and its step before it is written, for tests that stop there."""
 
+        if as_found:
+            return
         try:
             for step in self.steps():
-                self._positions[step] = _position(self._notes(self._slot_of(step))[0])
+                slot = self._slot_of(step)
+                try:
+                    self._positions[step] = _position(self._notes(slot)[0])
+                except (BoxError, KeyError, TypeError):  # damaged: the other one may be whole
+                    os.pwrite(self._slots[slot], bytes(MARK.size), 0)
             if self._positions:
                 self._rewind_log()
         except (BoxError, RowLogError, OSError):
@@ -203,7 +214,7 @@ class BlackBox:
         except OSError:
             for held in self._locks:
                 os.close(held)
-            raise BoxError(
+            raise BoxHeld(
                 f"the black box {folder} is held by another process; a stage that was replaced "
                 "must be dead before its box is opened"
             ) from None

@@ -122,10 +122,13 @@ class Keeper:
             found |= {record.step: record for record in records_in(self._box.notes(step))}
         return [found[step] for step in sorted(found)]
 
-    def close(self) -> None:
-        """The stage has ended well: remove its box."""
+    def close(self, *, keep_box: bool = False) -> None:
+        """The stage has ended well: remove its box, or leave it to another stage."""
         self._trouble = self._trouble or "closed"
-        self._box.remove()
+        if keep_box:
+            self._box.close()
+        else:
+            self._box.remove()
 
     def _begin(self, changes: dict[str, list[Change]]) -> None:
         if not self.is_off:

@@ -59,6 +59,9 @@ class StageSpec:
     run: str = ""
     """Unique name of this training: its black boxes are found by it."""
 
+    gone: tuple[str, ...] = ()
+    """Trainings that nobody goes on with: their black boxes may be removed."""
+
     rows_nbytes: int = 0
     """What the codecs of all stages are expected to remember: whether boxes fit in memory."""
 

@@ -129,7 +129,7 @@ class StageProcess:
         self._recorder.offset_s = time.time() - time.monotonic() - spec.epoch_s
         self._recorder.cpu.clear()
         self._recorder.drain()
-        self.close()
+        self.close(keep_box=reborn)
         self._stage = self._do(self._assemble, compute, transport)
         self.hand = StageByHand(self._stage, self._loop)
         trouble = self._open_box(compute)
@@ -174,6 +174,7 @@ class StageProcess:
                 need_nbytes=2 * spec.num_stages * image_nbytes,  # all stages may be on this node
                 rows_nbytes=spec.rows_nbytes,
                 spill=spec.activation_codec.spill_dir if spec.rows_nbytes else None,
+                gone=spec.gone,
             )
         except (OSError, BoxError) as error:
             return f"stage {spec.index} has no black box: {error}"
@@ -186,11 +187,12 @@ class StageProcess:
             watch = Mishaps(self._spec.mishaps)
             self.stage.on_point, box.on_write = watch.on_point, watch.on_write
 
-    def close(self) -> None:
-        """Let go of the stage: its rows, files and black box."""
+    def close(self, keep_box: bool = False) -> None:
+        """Let go of the stage: its rows, files and black box, which is removed unless another
+        stage is to begin with it."""
         stage, self._stage = self._stage, None
         if stage is not None:
-            self._loop.submit(_end(stage)).result()
+            self._loop.submit(_end(stage, keep_box=keep_box)).result()
 
     def _assemble(self, compute: Compute, transport: str) -> Stage:
         def deliver_to(target: int) -> Callable[[Any], None]:
@@ -270,8 +272,8 @@ async def _on_loop(work: Callable[..., T], *args: Any) -> T:
     return work(*args)
 
 
-async def _end(stage: Stage) -> None:
+async def _end(stage: Stage, *, keep_box: bool) -> None:
     if stage.keeper is not None:
         await stage.keeper.settled()
-        stage.keeper.close()
+        stage.keeper.close(keep_box=keep_box)
     stage.retire()

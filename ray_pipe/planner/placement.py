@@ -5,7 +5,7 @@ Pure: nodes in, choice out. `ray_pipe.cluster` asks Ray for the nodes and carrie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Literal
@@ -137,6 +137,27 @@ def move(
             )
         homes[stage] = choice[0]
     return replace(placement, nodes=tuple(homes[stage] for stage in range(len(placement.nodes))))
+
+
+def at_home(
+    placement: Placement, homes: Mapping[int, Collection[str]], nodes: Sequence[Node]
+) -> tuple[Placement, list[int]]:
+    """Stages where something of theirs lies: as placed if that is among `homes` (ids of nodes, by
+    stage), else on the first of those that has room. Returns who has none, too, and stays."""
+    alive = sorted(nodes, key=by_address)
+    chosen, homeless = list(placement.nodes), []
+    for stage, node in enumerate(placement.nodes):
+        if node.id in homes.get(stage, ()):
+            continue
+        able = [one for one in alive if one.id in homes.get(stage, ())]
+        if placement.num_gpus:
+            used = [one.id for other, one in enumerate(chosen) if other != stage]
+            able = [one for one in able if one.num_gpus >= used.count(one.id) + 1]
+        if able:
+            chosen[stage] = able[0]
+        else:
+            homeless.append(stage)
+    return replace(placement, nodes=tuple(chosen)), homeless
 
 
 def spare_homes(placement: Placement, nodes: Sequence[Node]) -> list[Node]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,21 @@ class Run:
         assert self.process.stdout is not None
         return self.process.stdout.read()
 
+    def kill(self) -> None:
+        """kill -9 of the driver alone; Ray and the stages end by themselves, or are ended."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.end()
+
+    def weights(self) -> list[bytes]:
+        """Every stage's file of the checkpoint after the last step."""
+        folder = self.path / "checkpoints" / "acsgd" / f"checkpoint_{STEPS:06d}"
+        return [(folder / f"stage_{stage}.safetensors").read_bytes() for stage in range(3)]
+
+    @property
+    def steps(self) -> list[int]:
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
     @property
     def results(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.path / "results.json").read_text())
@@ -100,12 +116,17 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    run = Run(tmp_path_factory.mktemp("unbroken"), "run")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("unbroken"), "run", "--checkpoint-every", str(STEPS))
     assert run.end() == 0, run.output()
     assert len(run.losses) == STEPS
     assert run.results["failures"] == []
-    return run.losses
+    return run
+
+
+@pytest.fixture(scope="module")
+def unbroken(whole: Run) -> list[float]:
+    return whole.losses
 
 
 def test_a_stage_killed_from_outside_is_replaced_and_told(
@@ -164,7 +185,113 @@ def test_a_killed_driver_is_resumed_to_the_same_losses(
 
     assert again.end() == 0, again.output()
     assert again.losses == unbroken
-    assert 3 <= again.results["resumed"]["acsgd"] <= 9
+    assert 3 <= again.results["resumed"]["acsgd"] <= 10
+
+
+def test_a_driver_killed_twice_without_any_checkpoint_goes_on_from_black_boxes(
+    whole: Run, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "run")
+    run.wait_for_step(4)
+    run.kill()
+    assert not (run.path / "checkpoints").exists()
+    again = Run(tmp_path, "run", "--resume", "auto")
+    again.wait_for_step(8)
+    again.kill()
+    last = Run(tmp_path, "run", "--resume", str(run.path), "--checkpoint-every", str(STEPS))
+    output = " ".join(last.output().split())
+
+    assert last.process.returncode == 0, output
+    assert last.losses == whole.losses
+    assert last.weights() == whole.weights()
+    assert last.steps == list(range(STEPS))
+    first, second = last.results["failures"]
+    assert (first["kind"], first["source"]) == (second["kind"], second["source"]) == (
+        "driver", "box",
+    )  # fmt: skip
+    assert 3 <= first["resumed_from"] <= 6
+    assert 7 <= second["resumed_from"] <= 10
+    assert "the driver ended in step" in output
+    assert "ended, and was started again" in (last.path / "report.html").read_text()
+
+
+def test_black_boxes_beat_an_older_checkpoint(whole: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path, "run", "--checkpoint-every", "6")
+    run.wait_for_step(8)
+    run.kill()
+    assert [p.name for p in (run.path / "checkpoints" / "acsgd").glob("c*")] == [
+        "checkpoint_000006"
+    ]
+
+    again = Run(tmp_path, "run", "--resume", "auto")
+
+    assert again.end() == 0, again.output()
+    assert again.losses == whole.losses
+    assert again.weights() == whole.weights()
+    (failure,) = again.results["failures"]
+    assert failure["source"] == "box"
+    assert again.results["resumed"]["acsgd"] == failure["resumed_from"] + 1 >= 8
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut", "lost"])
+def test_a_box_that_is_of_no_use_sends_the_run_back_to_the_checkpoint_and_is_told(
+    how: str, whole: Run, tmp_path: Path
+) -> None:
+    flags = ("--checkpoint-every", "6", "--set", f"faults.black_box={tmp_path / 'boxes'}")
+    run = Run(tmp_path, "run", *flags)
+    run.wait_for_step(8)
+    run.kill()
+    (box,) = (tmp_path / "boxes").rglob("stage-1")
+    if how == "lost":
+        shutil.rmtree(box)
+    for slot in box.glob("slot-*"):
+        raw = bytearray(slot.read_bytes())
+        if how == "cut":
+            slot.write_bytes(raw[: len(raw) // 2])
+        else:
+            raw[len(raw) // 2] ^= 1
+            slot.write_bytes(raw)
+
+    again = Run(tmp_path, "run", *flags, "--resume", "auto")
+    output = " ".join(again.output().split())
+
+    assert again.process.returncode == 0, output
+    assert again.losses == whole.losses
+    assert again.results["resumed"]["acsgd"] == 6
+    (failure,) = again.results["failures"]
+    assert (failure["kind"], failure["source"], failure["resumed_from"]) == (
+        "driver", "checkpoint", 5,
+    )  # fmt: skip
+    assert failure["replayed_steps"] >= 3
+    assert "cannot be used: " in output
+    assert "checkpoint_000006, after 6 steps." in output
+    assert list((tmp_path / "boxes").rglob("stage-*")) == []  # the old ones went, too
+
+
+def test_a_driver_that_is_told_to_end_leaves_its_boxes_and_one_stopped_by_hand_does_not(
+    whole: Run, tmp_path: Path
+) -> None:
+    boxes = tmp_path / "boxes"
+    flags = ("--set", f"faults.black_box={boxes}")
+    run = Run(tmp_path, "run", *flags)
+    run.wait_for_step(4)
+    os.kill(run.process.pid, signal.SIGTERM)
+    told = " ".join(run.output().split())
+    assert run.process.returncode == 130, told
+    assert f"--resume {run.path} goes on from the last step" in told
+    assert len(list(boxes.rglob("stage-*"))) == 3
+
+    again = Run(tmp_path, "run", *flags, "--resume", "auto")
+    again.wait_for_step(8)
+    os.kill(again.process.pid, signal.SIGINT)
+
+    assert again.process.wait(TIMEOUT_S) == 130, again.output()
+    assert again.losses == whole.losses[: len(again.losses)]
+    (failure,) = again.results["failures"]
+    assert (failure["source"], failure["cause"]) == ("box", "it was told to end (SIGTERM)")
+    assert list(boxes.rglob("stage-*")) == []
+    assert not (again.path / "unfinished.json").exists()
+    again.end()
 
 
 def test_a_killed_driver_that_was_not_told_to_save_has_saved_by_time(

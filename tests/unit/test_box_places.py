@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from compressors.buffers import Change, Mark
 from stages import box_places
 from stages.black_box import BlackBox, BoxError, Image
-from stages.box_places import STALE_S, candidates, open_box, sweep
+from stages.box_places import KEEP_S, candidates, open_box, sweep
 
 
 def test_boxes_of_dead_runs_are_swept_and_held_or_young_ones_are_not(tmp_path: Path) -> None:
@@ -19,9 +20,48 @@ def test_boxes_of_dead_runs_are_swept_and_held_or_young_ones_are_not(tmp_path: P
     BlackBox(tmp_path / "dead" / "stage-0").close()
     now = (tmp_path / "dead").stat().st_mtime
 
-    assert sweep(tmp_path, now=now + STALE_S / 2) == []
-    assert sweep(tmp_path, now=now + STALE_S + 60) == [tmp_path / "dead"]
+    assert sweep(tmp_path, now=now + KEEP_S - 60) == []
+    assert sweep(tmp_path, now=now + KEEP_S + 60, spare="dead") == []  # it is being resumed
+    assert sweep(tmp_path, now=now + KEEP_S + 60) == [tmp_path / "dead"]
     assert [path.name for path in tmp_path.iterdir()] == ["held"]
+    held.close()
+
+
+def test_the_oldest_dead_boxes_give_way_where_room_is_short_but_none_younger_than_ten_minutes(
+    tmp_path: Path,
+) -> None:
+    for age_s, name in ((900, "older"), (700, "old"), (60, "young")):
+        box = BlackBox(tmp_path / name / "stage-0")
+        box.close()
+        for path in [*(tmp_path / name).rglob("*"), tmp_path / name]:
+            os.utime(path, (1e9 - age_s, 1e9 - age_s))
+
+    def left() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    BlackBox(tmp_path / "brief-x" / "stage-0").close()
+    for path in [*(tmp_path / "brief-x").rglob("*"), tmp_path / "brief-x"]:
+        os.utime(path, (1e9 - 700, 1e9 - 700))
+
+    assert sweep(tmp_path, now=1e9) == [tmp_path / "brief-x"]  # of no use without its driver
+    sweep(tmp_path, now=1e9, has_room=lambda: "older" not in left())
+    assert left() == ["old", "young"]
+    sweep(tmp_path, now=1e9, has_room=lambda: False)
+    assert left() == ["young"]
+
+
+def test_boxes_of_a_training_that_was_left_go_at_once_unless_somebody_holds_them(
+    tmp_path: Path,
+) -> None:
+    for name in ("left", "other"):
+        BlackBox(candidates(str(tmp_path))[0] / name / "stage-0").close()
+    held = BlackBox(candidates(str(tmp_path))[0] / "held" / "stage-0")
+
+    box = open_box(str(tmp_path), run="new", stage=0, need_nbytes=1, gone=("left", "held"))
+
+    names = sorted(path.name for path in candidates(str(tmp_path))[0].iterdir())
+    assert names == ["held", "new", "other"]
+    box.close()
     held.close()
 
 
@@ -136,7 +176,7 @@ def test_left_over_logs_beside_a_spill_are_swept_unless_they_are_held(tmp_path: 
     dead.close()
     now = (tmp_path / "b" / "dead").stat().st_mtime
 
-    assert sweep(tmp_path / "b", now=now + STALE_S + 60) == [tmp_path / "b" / "dead"]
+    assert sweep(tmp_path / "b", now=now + KEEP_S + 60) == [tmp_path / "b" / "dead"]
     held.close()
 
 

@@ -15,9 +15,10 @@ from ray_pipe import preparing as module
 from ray_pipe.cluster import GUEST, NotIntroduced
 from ray_pipe.errors import StageDied, TrainingError
 from ray_pipe.pipeline import Silence
-from ray_pipe.preparing import Preparation, begins_after
+from ray_pipe.preparing import Preparation
 from ray_pipe.recovery import Failure
 from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.resume import BoxStart, Start
 
 
 class World:
@@ -102,8 +103,11 @@ def test_an_arm_that_was_resumed_begins_with_its_checkpoint_again(
     world.run(after=19)
 
     assert (world.failures[0].resumed_from, world.failures[0].source) == (19, "checkpoint")
-    assert begins_after(SimpleNamespace(checkpoint=SimpleNamespace(step=20))) == 19
-    assert begins_after(None) == begins_after(SimpleNamespace(checkpoint=None)) == -1
+    saved: Any = SimpleNamespace(step=20)
+    assert (Start(checkpoint=saved).after, Start(checkpoint=saved).source) == (19, "checkpoint")
+    assert (Start().after, Start().source) == (-1, "fresh")
+    boxes = BoxStart(run="r", step=23, progress={})
+    assert (Start(checkpoint=saved, boxes=boxes).after, Start(boxes=boxes).source) == (23, "box")
 
 
 def test_the_silent_and_the_stuck_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
