@@ -169,6 +169,7 @@ class RunCheckpoints:
             one.eval_losses[:] = eval_losses_of(progress)
             one.restore_extra(progress.get("extra", {}))
             self.resumed[one.arm.name] = start.after + 1
+            pipeline.begun_after = start.after
         pipeline.checkpoints = Fallback(one, start.checkpoint, self.on_warning)
         self._num_begun += 1
 

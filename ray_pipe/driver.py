@@ -100,6 +100,8 @@ def run(
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
         placement = place(config.pipeline.stages * config.sync.replicas, nodes())
+        if taking_up.left is not None:
+            observer.on_phase(f"asking every node what {taking_up.left.folder} has left there")
         placement = taking_up.ask(
             arms_of(config, work), checkpoints.starts, placement, want_states=want_states
         )

@@ -30,7 +30,7 @@ from ray_pipe.errors import TrainingError
 from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
 from ray_pipe.pulse import PULSE_S, Pulse
-from ray_pipe.recovery import Failure
+from ray_pipe.recovery import FRESH, Failure
 from ray_pipe.same_source import other_hardware, refuse_other_source
 from ray_pipe.saving import Save
 from stages.crowding import crowding
@@ -136,6 +136,10 @@ class Pipeline:
         self.queue: deque[Item] = deque()
         self.losses: OrderedDict[int, float | None] = OrderedDict()
         """Of the latest steps handed out: a replay must give the same."""
+
+        self.begun_after = FRESH
+        """The step that it began with, in a run that was resumed: steps up to there were handed out
+        by another driver, and are run again like the others if the way back leads further."""
 
         self._samples = ray.put(arm.workload.samples)
         generation = next(_generations)
@@ -303,9 +307,14 @@ class Pipeline:
 
     def tell_sent(self, item: Item) -> None:
         """A step went out; again only if the numbers that belong to it are those of now."""
-        is_last = not item.is_replay or item.plan.step == max(self.losses)
+        is_last = not item.is_replay or item.plan.step == self.last_known
         if self.on_sent is not None and item.plan.train and is_last:
             self.on_sent(item.plan.step)
+
+    @property
+    def last_known(self) -> int:
+        """The last step whose records were handed out, by this driver or one before."""
+        return max(self.losses, default=self.begun_after)
 
     def current(self, plan: StepPlan) -> StepPlan:
         """The plan with what may have changed since it was made."""
@@ -365,7 +374,7 @@ class Pipeline:
             try:
                 results = self.results(calls, doing)
             except CallsFailed as failed:  # the last step is in the boxes, too
-                self._rescue(Item(plan=self.arm.plan(max(self.losses, default=0))), failed)
+                self._rescue(Item(plan=self.arm.plan(max(self.last_known, 0))), failed)
                 continue
             return [results[index] for index in sorted(results)]
 

@@ -300,7 +300,7 @@ class Rescue:
         num_stages = len(pipeline.handles)
         replays = [
             Item(plan=pipeline.arm.plan(number), is_replay=True)
-            for number in range(step + 1, max(pipeline.losses, default=-1) + 1)
+            for number in range(step + 1, pipeline.last_known + 1)
         ]
         kept = []
         for item in pipeline.queue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from ray.exceptions import RayError
 
 from ray_pipe import cluster
-from ray_pipe.errors import ClusterError
+from ray_pipe.errors import ClusterError, Terminated
 from ray_pipe.planner.placement import Node
 
 
@@ -176,3 +177,46 @@ def test_a_stage_that_is_lost_while_all_are_introduced_is_named_at_the_next_look
 
     assert refused.value.errors == lost
     assert waited == [2.0]
+
+
+def test_ray_does_not_keep_a_signal_that_somebody_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TakesSignals(FakeRay):
+        def init(self, **options: Any) -> SimpleNamespace:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            return super().init(**options)
+
+    def stop(number: int, frame: Any) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        start(monkeypatch, TakesSignals())
+        with cluster.connect(None):
+            assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_leave", "closes"),
+    [
+        (None, True, True),
+        (KeyboardInterrupt(), True, True),
+        (Terminated(), True, False),
+        (Terminated(), False, True),
+    ],
+)
+def test_stages_remove_their_boxes_unless_the_machine_ends_a_run_that_can_be_taken_up(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException | None, may_leave: bool, closes: bool
+) -> None:
+    closed: list[bool] = []
+    actors: Any = cluster.StageActors.__new__(cluster.StageActors)
+    actors.handles, actors._group = [], None
+    actors.spares = SimpleNamespace(end=lambda: None)
+    actors.may_leave_boxes = may_leave
+    actors._close = lambda: closed.append(True)
+    monkeypatch.setattr(cluster, "remove_placement_group", lambda group: None)
+
+    actors.__exit__(type(error), error, None)
+
+    assert bool(closed) == closes

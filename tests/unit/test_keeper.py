@@ -220,3 +220,17 @@ def test_a_batch_norm_forgets_the_forward_passes_of_an_aborted_step() -> None:
         return await pipeline.run([bench.plan(0)])
 
     assert bench.drive(main).losses == bench.run(1).losses
+
+
+def test_a_box_is_left_to_another_stage_only_if_that_is_said(tmp_path: Path) -> None:
+    async def main(pipeline: LocalPipeline) -> list[list[StepRecord]]:
+        boxes = equip(pipeline, tmp_path)
+        for stage, keep_box in zip(pipeline.stages, (True, False), strict=True):
+            assert stage.keeper is not None
+            await stage.keeper.start_over()
+            stage.keeper.close(keep_box=keep_box)
+        assert [box.folder.exists() for box in boxes] == [True, False]
+        BlackBox(boxes[0].folder).close()  # nobody holds it any more
+        return []
+
+    SMALL.drive(main)

@@ -553,3 +553,22 @@ def test_rows_share_the_names_that_each_record_brings_its_own_copy_of() -> None:
     assert next(iter(first["0->1"])) is next(iter(second["0->1"]))
     before, after = (row.sent for row in meter.rows)
     assert next(iter(before)) is next(iter(after))
+
+
+def test_lines_of_before_stay_until_those_of_the_resumed_run_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("old\n")
+    row = ArmMeter("a").add(make_step(step=0, start_s=0.0))
+
+    with MetricsFile(path, aside=True) as sink:
+        sink.write(row)
+        assert path.read_text() == "old\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]  # it failed: as it was
+    assert path.read_text() == "old\n"
+
+    with MetricsFile(path, aside=True) as sink:
+        sink.write(row)
+        sink.publish()
+        sink.write(row)
+    assert len(path.read_text().splitlines()) == 2
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_pipe.errors import ClusterError
-from ray_pipe.planner.placement import Node, Placement, move, place, spare_homes
+from ray_pipe.planner.placement import Node, Placement, at_home, move, place, spare_homes
 
 
 def make(
@@ -178,3 +179,23 @@ def test_with_gpus_a_spare_needs_one_that_is_left() -> None:
 
     assert spare_homes(place(2, nodes), nodes) == []
     assert spare_homes(place(2, nodes), [*nodes, roomy]) == [roomy]
+
+
+def test_stages_go_to_the_nodes_where_something_of_theirs_lies() -> None:
+    nodes = make(4)
+    placement = place(3, nodes)
+    assert ips(placement) == ["11", "12", "13"]
+
+    moved, homeless = at_home(placement, {0: ["n1", "n2"], 1: ["n0"], 2: ["n2", "n3"]}, nodes)
+
+    assert (ips(moved), homeless) == (["11", "10", "13"], [])  # who is at home stays
+
+
+def test_a_stage_whose_home_is_gone_or_has_no_gpu_left_is_named() -> None:
+    nodes = make(3, gpus=1.0)
+    placement = place(2, nodes)
+
+    assert at_home(placement, {0: ["n1"], 1: ["lost"]}, nodes)[1] == [1]
+    assert at_home(placement, {0: ["n1"]}, nodes)[1] == [1]
+    assert at_home(placement, {0: ["n1"], 1: ["n1"]}, nodes)[1] == [1]
+    assert at_home(replace(placement, num_gpus=0.0), {0: ["n1"], 1: ["n1"]}, nodes)[1] == []

@@ -129,3 +129,23 @@ def test_a_failure_comes_back_from_what_was_written_of_it() -> None:
 
     assert Failure.from_dict(json.loads(json.dumps(failure.as_dict()))) == failure
     assert Failure.from_dict({**DIED.as_dict(), "of another version": 1}) == DIED
+
+
+ENDED = Failure(
+    kind="driver", stage=-1, step=7, cause="killed", arm="acsgd", resumed_from=6, source="box",
+    recovery_s=12.0,
+)  # fmt: skip
+
+
+def test_deaths_of_the_driver_are_told_and_do_not_use_up_what_stages_may_fail() -> None:
+    assert verdict(DIED, [ENDED, ENDED, ENDED], max_failures=1) == ""
+    assert "failure 2 of this run" in verdict(DIED, [ENDED, DIED], max_failures=1)
+    assert verdict(DIED, [ENDED] * 5, max_failures=-1) == ""
+    assert str(ENDED) == (
+        "the driver ended in step 7: killed; the run goes on after step 6, from the black boxes of "
+        "its stages, 12.0 s after its new start"
+    )
+    again = replace(ENDED, source="checkpoint", resumed_from=3, replayed_steps=3)
+    assert "after step 3, from a checkpoint (3 steps are run again), 12.0 s" in str(again)
+    assert "the run begins anew" in str(replace(ENDED, source="fresh", resumed_from=-1))
+    assert Failure.from_dict(json.loads(json.dumps(ENDED.as_dict()))) == ENDED

@@ -183,6 +183,7 @@ class Crew:
             epoch_s=0.0,
             attempt=0,
             losses={},
+            last_known=-1,
             queue=deque(),
             failures=[],
             told=[],
@@ -400,3 +401,24 @@ def test_stages_that_live_may_take_as_long_as_their_bytes(monkeypatch: pytest.Mo
     assert after_s == 1200.0
     assert sorted(blamed) == [0, 2]
     assert isinstance(blamed[0], GetTimeoutError)
+
+
+@pytest.mark.parametrize(("losses", "last"), [({}, 4), ({5: 1.0, 6: 1.0}, 6)])
+def test_in_a_resumed_run_a_way_back_beyond_its_beginning_repeats_what_came_before_it(
+    losses: dict[int, float], last: int
+) -> None:
+    """It began after step 4, from boxes; its checkpoint is of step 1."""
+    pipeline: Any = pipelines.Pipeline.__new__(pipelines.Pipeline)
+    pipeline.losses, pipeline.begun_after = losses, 4
+    pipeline.handles, pipeline.queue = [0, 1], deque()
+    pipeline.arm = SimpleNamespace(plan=lambda step: SimpleNamespace(step=step, train=True))
+    item: Any = SimpleNamespace(plan=SimpleNamespace(step=last + 1))
+    sent: list[int] = []
+    pipeline.on_sent = sent.append
+
+    Rescue(pipeline, item, {})._queue_again(1)
+
+    assert [one.plan.step for one in pipeline.queue] == list(range(2, last + 1))
+    for one in pipeline.queue:
+        pipeline.tell_sent(one)
+    assert sent == [last]

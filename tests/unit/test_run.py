@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ray_pipe.config import RunConfig
-from ray_pipe.errors import ConfigError, StageDied, TrainingError
+from ray_pipe.errors import ConfigError, StageDied, Terminated, TrainingError
 from ray_pipe.flags import GROUPS, make_parser
 from ray_pipe.progress import Observer, PlainProgress, plain_console
 from ray_pipe.run import main, stop_on_signals
@@ -505,8 +505,9 @@ def test_the_first_signal_stops_cleanly_and_the_second_at_once(number: signal.Si
 
     def run() -> None:
         with stop_on_signals(progress, err, leave=leave):
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as stopped:
                 os.kill(os.getpid(), number)
+            assert isinstance(stopped.value, Terminated) == (number == signal.SIGTERM)
             assert "stopping ..." in shown.getvalue()
             assert err.getvalue() == ""
             os.kill(os.getpid(), number)  # during the clean-up

@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from saved_runs import SavedRun
+from saved_runs import SavedRun, make_config
 
 from ray_pipe.checkpoint_files import CheckpointError, Manifest
 from ray_pipe.checks import check_links
 from ray_pipe.config import RunConfig
 from ray_pipe.flags import build_config, parse_flags
+from ray_pipe.unfinished import RunRecord
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +127,21 @@ def test_neither_torch_nor_ray_is_loaded_for_it(run: SavedRun) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+def test_a_run_without_a_checkpoint_whose_driver_was_killed_brings_its_settings_too(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, "killed", steps=9, every=None, optim__lr=0.25)
+    (tmp_path / "killed").mkdir()
+    RunRecord(tmp_path / "killed", config=config.to_dict(), code={}, epoch_s=0.0).save([])
+
+    by_path = config_of("--resume", str(tmp_path / "killed"))
+    by_name = config_of("--out", str(tmp_path), "--name", "killed", "--resume", "auto")
+    alone = config_of("--out", str(tmp_path), "--resume")
+
+    for found in (by_path, by_name, alone):
+        assert (found.name, found.steps, found.optim.lr) == ("killed", 9, 0.25)
+    (tmp_path / "killed").rename(tmp_path / "moved")
+    moved = config_of("--resume", str(tmp_path / "moved"))
+    assert (moved.out, moved.name) == (str(tmp_path), "moved")
