@@ -221,8 +221,8 @@ class LeftRun:
             prediction,
             num_steps=num_steps,
         )
-        rows = [row_to(row) for row in meter.rows]
-        return numbers | {"rows": rows, "overtime": [*map(row_to, meter.overtime)], "extra": {}}
+        plain = {"rows": [*map(row_to, meter.rows)], "overtime": [*map(row_to, meter.overtime)]}
+        return numbers | plain | {"extra": {}}
 
     def _rows(self, arm: str) -> list[StepRow]:
         return self._lines.get(arm, [])

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from saved_runs import SavedRun
 from synthetic_records import make_step
 
-from ray_pipe.arm_progress import progress_of, row_of_line
+from ray_pipe.arm_progress import progress_of
 from ray_pipe.checkpoint import code_version, data_of
 from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.errors import ConfigError
 from ray_pipe.left_run import LeftRun, choose, find_left
 from ray_pipe.metrics import ArmMeter, MetricsFile, to_json
 from ray_pipe.recovery import Failure
+from ray_pipe.step_row import row_of_line, row_to
 from ray_pipe.unfinished import FILE, RunRecord, has_record, is_alive, newest_record, this_process
 from stages.left_boxes import LeftBox
 from stages.record import StepRecord
@@ -199,7 +200,10 @@ def test_the_numbers_up_to_a_step_are_those_of_an_unbroken_run(
     part = ArmMeter("acsgd")
     for number in range(step + 1):
         part.add(step_of(number))
-    unbroken = progress_of(part, [], None, num_steps=NUM_STEPS)
+    unbroken = progress_of(part, [], None, num_steps=NUM_STEPS) | {
+        "rows": [*map(row_to, part.rows)],
+        "overtime": [],
+    }
 
     boxes = boxes_with(*range(max(0, step - 1), step + 1))
     progress = LeftRun(tmp_path / "demo").progress("acsgd", step, boxes)
