@@ -1,4 +1,9 @@
-"""What every test shares: one torch thread, no clock in property tests, one Ray cluster."""
+"""What every test shares: one torch thread, no clock in property tests, one Ray cluster.
+
+Properties are tried with a quarter of their examples; `--hypothesis-profile thorough` (`make
+test-thorough`) tries all. A test of many cases says with `@pytest.mark.quick(n)` how many of them
+`make quick` runs.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +23,32 @@ os.environ.update(
 import pytest
 import torch
 from hypothesis import settings
+from properties import ALL_EXAMPLES
+from suite_parts import PARTS, keep_few_cases_quick, parts_of
 
 torch.set_num_threads(1)
-settings.register_profile("ray_pipe", deadline=None)
-settings.load_profile("ray_pipe")
+settings.register_profile("ordinary", deadline=None, max_examples=ALL_EXAMPLES // 4)
+settings.register_profile("thorough", deadline=None, max_examples=ALL_EXAMPLES)
+settings.load_profile("ordinary")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--half",
-        choices=["ray", "plain"],
-        help="only what needs Ray (it runs in order), or only the rest: `make test` runs both "
-        "halves at the same time",
+        "--part",
+        choices=PARTS,
+        help="only one part of the suite: what uses the tests' own Ray cluster, what starts a Ray "
+        "of its own, what trains models for a gate, or the rest; `make test` runs two at a time",
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    half = config.getoption("--half")
-    if half is None:
-        return
-    with_ray = [item for item in items if item.get_closest_marker("ray") is not None]
-    rest = [item for item in items if item.get_closest_marker("ray") is None]
-    items[:], others = (with_ray, rest) if half == "ray" else (rest, with_ray)
-    config.hook.pytest_deselected(items=others)
+    keep_few_cases_quick(items)
+    part = config.getoption("--part")
+    if part is not None:
+        parts = parts_of(items)
+        config.hook.pytest_deselected(items=[item for item in items if parts[item] != part])
+        items[:] = [item for item in items if parts[item] == part]
 
 
 @pytest.fixture(scope="session")

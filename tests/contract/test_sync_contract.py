@@ -26,6 +26,7 @@ def test_every_strategy_has_a_rule() -> None:
     assert [*RULES] == [*STRATEGIES]
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("codec", [*CODECS, "directq+ef", "directq+zstd"])
 def test_every_strategy_learns_with_every_codec(name: str, codec: str) -> None:

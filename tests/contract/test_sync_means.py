@@ -47,6 +47,7 @@ def assert_mean_is_kept(sync: SyncSpec) -> None:
     assert moved < 1e-12, f"{sync.name}: the mean moved by {moved:.2g}"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "sync",
     [SyncSpec(), AVERAGE, RIPPLES, SyncSpec(name="ad-psgd"), SyncSpec(name="hop")],

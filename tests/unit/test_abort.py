@@ -134,6 +134,7 @@ def replay_another_batch() -> Run:
 OTHER = ((5, 4), (3, 2), (1, 0))
 
 
+@pytest.mark.slow
 def test_frames_of_an_aborted_attempt_that_arrive_late_are_dropped() -> None:
     unbroken = BUSY.run(plans=[BUSY.plan(0), BUSY.plan(1, micro_batches=OTHER)])
 

@@ -118,6 +118,7 @@ def test_values_that_no_grid_holds_travel_exactly_and_show_in_the_bytes() -> Non
     assert fallen.replicas[0].exchanges[0].coder.num_nonfinite > 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("sync", [RING, DIRECT])
 @pytest.mark.parametrize("at_s", [20.1, 20.9, 20.95, 21.0, 21.05, 21.4])
 def test_survivors_of_a_death_agree_and_go_on(sync: SyncSpec, at_s: float) -> None:

@@ -37,6 +37,7 @@ def test_compressed_evaluation_sends_less_and_sees_the_codecs_error(codec: Codec
     assert sent(packed) < 0.5 * sent(raw)
 
 
+@pytest.mark.quick(1)
 @CODECS
 def test_compressed_evaluation_leaves_no_trace(codec: CodecSpec) -> None:
     own = replace(codec, compressed_evaluation=True)

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 import ray_pipe
 from ray_pipe.checks import check_folder
@@ -268,7 +269,7 @@ def test_a_given_name_is_used_again(tmp_path: Path) -> None:
 
 # --- there and back --------------------------------------------------------------------------
 
-SLOW_MACHINE = settings(max_examples=60, deadline=None)
+SLOW_MACHINE = settings(max_examples=examples(60), deadline=None)
 """No deadline: a test must not fail because others use the cores."""
 
 OVERRIDES = st.fixed_dictionaries(

@@ -309,6 +309,7 @@ def other_positions(change: type[nn.Module], blocks: Sequence[int]) -> nn.Module
 EVERY_CODEC = (*BACKWARD, "directq+ef", "topk+ef", "acsgd+zstd", "reference+ef+zstd")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("change", [Prepend, Pool])
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_lengths_end_where_a_block_changes_the_positions(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor
 
 from compressors import kernels
@@ -327,7 +328,7 @@ def test_a_sample_twice_in_a_batch_is_coded_against_its_own_first_visit() -> Non
     assert third < first
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_any_interleaving_of_micro_batches_leaves_equal_rows(data: st.DataObject) -> None:
     """Sends run ahead of receipts, samples repeat within and across them, steps end or abort."""

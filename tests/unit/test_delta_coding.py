@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor
 
 from compressors.base import CodecError, Packet
@@ -54,7 +55,7 @@ def decode(
     return list(zip(outs, coder.decode(packet, rows, shapes, outs)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     bits=st.integers(2, 8),
     grid=st.sampled_from(["signed", "symmetric"]),

@@ -79,6 +79,7 @@ FAULTS = [
 FAULT_IDS = ["dropped", "duplicated", "corrupted", "delayed", "delayed for long"]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("what", "options"), FAULTS, ids=FAULT_IDS)
 def test_without_memory_a_fault_changes_no_bit(what: str, options: Any, kind: str) -> None:
@@ -89,6 +90,7 @@ def test_without_memory_a_fault_changes_no_bit(what: str, options: Any, kind: st
     assert same_bits(run.weights, unbroken(PLAIN).weights)
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("what", "options"), FAULTS, ids=FAULT_IDS)
@@ -240,6 +242,7 @@ def storm(bench: Bench, *, share: float) -> tuple[Run, Run]:
     return faulty(bench, *rules).drive(main), unbroken(bench, STEPS + 2)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bench", [MEMORIES["stochastic"], PLAIN], ids=["memory", "plain"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_storm_of_faults_changes_no_bit(seed: int, bench: Bench) -> None:

@@ -20,6 +20,7 @@ SPECS = {name: SyncSpec(name=name, group_size=2, warmup=5) for name in STRATEGIE
 SPECS["ripples, ruler"] = SyncSpec(name="ripples", groups="ruler")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("newcomer", [2, 4], ids=["a dead one again", "a new one"])
 def test_a_replica_joins_while_the_others_go_on(name: str, newcomer: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 from compressors.base import Packet, RowMarks
 from compressors.frame import (
@@ -438,7 +439,7 @@ def test_a_random_header_under_a_right_checksum_is_refused(coded: bytes, data: b
     assert not refused_or_read(frame_of(coded, data))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data())
 def test_a_header_with_changed_bytes_under_a_right_checksum_raises_only_frame_errors(
     data: st.DataObject,

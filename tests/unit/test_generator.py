@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 from stages.sync.generator import GroupGenerator
 from stages.sync.isolation import components
@@ -315,7 +316,7 @@ def test_components_are_named_by_their_smallest_member() -> None:
     assert components(range(6), [(0, 1), (4, 5), (1, 2)]) == {0: 0, 1: 0, 2: 0, 3: 3, 4: 4, 5: 4}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(2, 9),
     st.integers(2, 5),

@@ -144,6 +144,7 @@ MODES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gaps_stay_within_their_bounds_and_reach_them(graph: str, mode: str) -> None:
@@ -193,6 +194,7 @@ class TokensAlongTheEdges(Hop):
         return k
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mutant", "graph"),
     [
@@ -404,10 +406,12 @@ class NoRefresh(Hop):
         return NOTHING
 
 
+@pytest.mark.slow
 def test_mutant_a_jump_without_a_refresh_goes_on_with_what_is_old() -> None:
     assert far_behind(NoRefresh) > 2 * far_behind(Hop)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sync", [STD, LOSSY])
 def test_standard_hop_keeps_the_mean(sync: SyncSpec) -> None:
     trainers = quadratics(8, lr=0.0, offset=1.0)
@@ -525,6 +529,7 @@ def test_mutant_weights_that_change_with_who_is_late_pull_the_mean(
     assert steady_gap(sync, mutant) > 10 * steady_gap(STD)
 
 
+@pytest.mark.slow
 def test_shuffled_and_repeated_letters_change_nothing_in_standard_hop() -> None:
     for sync in (STD, LOSSY):
         expected = quadratics(6, spread=1.0)
@@ -622,6 +627,7 @@ def neighbour_after_loss(sync: SyncSpec, numbers: Sequence[int]) -> tuple[int, i
     return max(updates.tags_of(1), default=-1), len(updates._early.get(1, ()))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("lost", sorted(LOST))
 @pytest.mark.parametrize("mode", sorted(TOLERANT))
 def test_a_lost_difference_cuts_no_neighbour_off(mode: str, lost: str) -> None:

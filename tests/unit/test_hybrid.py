@@ -252,6 +252,7 @@ async def with_workers(net: Net, num_steps: int, *, seed: int = 1) -> None:
     await asyncio.gather(*(work(client, share) for client in net.clients))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("tau", "workers"), [(1, 2), (4, 2), (3, 3)])
 def test_no_gradient_is_older_than_tau_whatever_the_delays(tau: int, workers: int) -> None:
     async def run() -> Net:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 
 from compressors.base import CodecError
 from compressors.frame import FrameHeader, pack, unpack
@@ -30,7 +31,7 @@ def through_the_wire(packet: Any) -> Any:
     return unpack(pack(FrameHeader(kind="embedding", source=0, target=1, step=3), packet))[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sets(st.one_of(INT64, st.integers(0, 300)), max_size=80))
 def test_distinct_ids_come_back_as_they_were(values: set[int]) -> None:
     sent = ids(*sorted(values))
@@ -49,7 +50,7 @@ def sent_as(flat: Any) -> tuple[Any, IdSet]:
     return packet, read_ids(through_the_wire(packet), tables)["user"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.one_of(INT64, st.integers(0, 9)), max_size=80))
 def test_a_step_s_ids_arrive_with_their_counts_and_never_cost_much_more(values: list[int]) -> None:
     packet, back = sent_as(ids(*values))
@@ -115,7 +116,7 @@ def test_ids_that_do_not_rise_are_refused_before_they_are_sent() -> None:
         encode_ids(ids(3, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_damaged_packets_are_refused_or_rise_strictly(data: st.DataObject) -> None:
     values = sorted(data.draw(st.sets(st.integers(0, 5000), min_size=2, max_size=40)))
@@ -138,7 +139,7 @@ def test_damaged_packets_are_refused_or_rise_strictly(data: st.DataObject) -> No
 # --- lists of ids: the batches of a loader --------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.one_of(INT64, st.integers(0, 9)), max_size=6), max_size=20))
 def test_lists_come_back_as_they_were_and_never_cost_much_more(lists: list[list[int]]) -> None:
     flat = ids(*[value for part in lists for value in part])

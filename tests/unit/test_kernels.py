@@ -14,6 +14,7 @@ import ray_pipe_native
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor
 
 from compressors import kernels, kernels_torch
@@ -90,7 +91,7 @@ special = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     grid=grids,
     group=st.sampled_from([32, 32, 32, 1, 7, 16, 64, 96, 128]),

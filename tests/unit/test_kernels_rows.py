@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor
 
 from compressors import kernels_rows
@@ -31,7 +32,7 @@ def outs_for(rows: list[Tensor]) -> list[Tensor]:
     return [torch.full(tuple(row.shape), -7.0) for row in rows]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     channels=st.integers(1, 70),

@@ -191,6 +191,7 @@ def test_tau_zero_is_a_plain_loop_to_the_bit(ahead: int) -> None:
     drive(main)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tau", [0, 3])
 @pytest.mark.parametrize("loader_bps", [1e5, 4e5, 2e6])
 def test_batches_that_come_one_by_one_while_a_step_begins_are_asked_for_once(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor
 
 from compressors.base import CodecError, Packet, SampleKeys
@@ -232,7 +233,7 @@ codecs = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     codec=codecs,
     shape=st.lists(st.integers(0, 40), max_size=4).filter(lambda s: math.prod(s) < 10_000),

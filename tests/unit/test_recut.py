@@ -42,6 +42,7 @@ def going_on(bench: Bench, states: list[StageState]) -> Any:
     return bench.drive(main)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_without_compression_another_cut_goes_on_to_the_same_bits(before: int, after: int) -> None:

@@ -100,6 +100,7 @@ def flow_shop_s(stages: int, micro_batches: int, bandwidth_bps: float) -> float:
 PIPELINES = pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (4, 16), (8, 32)])
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("bandwidth_bps", [1e6, 1e7, 1e8, 3e8, 1e9, 1e10])
 @PIPELINES
 def test_gpipe_takes_as_long_as_a_flow_shop(
@@ -112,6 +113,7 @@ def test_gpipe_takes_as_long_as_a_flow_shop(
     assert exact <= step_s(records) == pytest.approx(exact, rel=0.001)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("bandwidth_bps", [1e6, 1e7, 1e8, 3e8, 1e9, 1e10])
 @PIPELINES
 def test_the_closed_form_is_off_by_how_it_counts_the_bubble(

@@ -306,6 +306,7 @@ def test_nan_in_results_becomes_a_dash_not_a_number() -> None:
     assert "Infinity" not in text
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_to_a_page_of_modest_size() -> None:
     run = make_run(("fp32", "acsgd"), num_steps=1500, num_stages=2)
     text, page = render(run)

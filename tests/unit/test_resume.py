@@ -37,6 +37,7 @@ def at(run: SavedRun, step: int) -> Any:
     return locate(f"{run.path}/checkpoints/acsgd/checkpoint_{step:06d}")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", ["fp32", "acsgd", "directq+ef", "acsgd+zstd"])
 def test_a_resumed_run_ends_with_the_same_bits(codec: str, tmp_path: Path) -> None:
     whole = SavedRun(path=tmp_path / "whole", settings={"codec__name": codec}).train()

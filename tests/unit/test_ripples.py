@@ -87,6 +87,7 @@ def logged(log: Log, make: type[GroupGenerator] = GroupGenerator) -> type[Assemb
     return Mine
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sync", [SMART, PAIRS, RULER, FOUR_BITS], ids=["4", "2", "ruler", "4 bit"])
 def test_groups_agree_and_keep_the_mean(sync: SyncSpec) -> None:
     trainers = quadratics(8, lr=0.0, offset=1.0)
@@ -342,6 +343,7 @@ def letters_kept(num: int, *, dies: int | None = None, lost: float = 0.0) -> tup
     return max(one.num_kept for one in kept), {target for one in kept for target in one._sent}
 
 
+@pytest.mark.slow
 def test_what_was_sent_is_kept_for_the_groups_that_run_not_for_every_peer() -> None:
     # A letter each way and piece: two in a pair, four in a group of three.
     assert letters_kept(32)[0] <= 6

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from properties import examples
 from torch import Tensor
 
 from compressors.base import SampleKeys
@@ -163,7 +164,7 @@ def rows_of(state: dict) -> dict[int, Tensor]:
 
 
 TestLogged = Logged.TestCase
-TestLogged.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestLogged.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 def test_evictions_and_the_order_of_use_come_back(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from properties import examples
 
 from stages.embedding.row_answers import Snapshot
 from stages.embedding.row_errors import RowStoreError
@@ -136,5 +137,5 @@ class Lives(RuleBasedStateMachine):
         )
 
 
-Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Lives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestLives = Lives.TestCase

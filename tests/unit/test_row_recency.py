@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
+import pytest
 
 from stages.embedding.row_store import RowStore
 from stages.embedding.row_table import RowTable
@@ -17,6 +18,7 @@ def lru_table() -> RowTable:
     return store.table("user", dim=2, evict="lru", max_rows=MAX_ROWS)
 
 
+@pytest.mark.slow
 def test_a_million_uses_evict_in_exactly_the_order_of_an_ordered_dictionary() -> None:
     rows = lru_table()
     model: OrderedDict[int, int] = OrderedDict()  # key -> the step of its last use

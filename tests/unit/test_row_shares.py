@@ -95,6 +95,7 @@ def test_tables_that_take_turns_settle_with_fair_parts(core: str) -> None:
     assert len(takes) < 20
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("core", CORES)
 def test_mutant_a_table_that_evicts_only_its_own_finds_no_room(
     core: str, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +122,7 @@ def test_a_call_that_fits_nowhere_is_refused_and_half_of_the_others_is_left(core
     first.lookup(ids(0, 20))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("core", CORES)
 def test_tables_without_lru_keep_what_they_have(core: str) -> None:
     store, (first,) = tables(core, 8)
@@ -133,6 +135,7 @@ def test_tables_without_lru_keep_what_they_have(core: str) -> None:
     assert kept.multi_get(ids(0, 2000))[1].all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("core", CORES)
 def test_a_shard_with_a_capacity_and_no_disk_trains_every_table(core: str) -> None:
     """As `--capacity` without `--spill` builds them: no push of a step loses a row."""

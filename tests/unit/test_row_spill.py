@@ -228,13 +228,14 @@ def test_tables_of_one_store_make_room_for_each_other_and_lose_no_bit(
     small.close()
 
 
+@pytest.mark.slow
 @both
 def test_rows_on_disk_still_take_the_bytes_that_the_documents_say(
     tmp_path: Path, core: str
 ) -> None:
     """D = 16, no `max_rows`: a disk lifts the capacity by the part of a row that can go down."""
     table = Table(name="a", dim=16, optimizer=RowAdagrad(lr=0.1))
-    capacity = (1 << 20) if core == "native" else (1 << 16)
+    capacity = (1 << 18) if core == "native" else (1 << 16)
     shard = Shard(
         (table,), tau=0, capacity=capacity, slab="16KiB", pages="4k", core=core, spill=tmp_path
     )  # fmt: skip

@@ -528,6 +528,7 @@ def test_alive_tells_which_chunks_rows_have_and_touches_nothing(core: str) -> No
     assert rows.stats()["rows"] == 2
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "optimizer", [Sgd(lr=0.1), Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1)]
 )

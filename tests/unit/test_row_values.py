@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from properties import examples
 
 from compressors.base import CodecError
 from compressors.frame import FrameHeader, pack, unpack
@@ -39,7 +40,7 @@ def outside_the_bound(rows: Any, back: Any) -> int:
     return int((np.abs(wide - back.astype(np.float64)) > bound).sum())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(ROWS)
 def test_every_finite_row_keeps_the_bound_of_row_scaled_fp16(rows: Any) -> None:
     back = decode_rows(through_the_wire(encode_rows(rows)))
@@ -85,7 +86,7 @@ def test_powers_of_two_are_exact_within_38_of_the_largest() -> None:
     assert (back == rows).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ROWS)
 def test_int8_is_within_half_a_step(rows: Any) -> None:
     back = decode_rows(through_the_wire(encode_rows(rows, values="int8")))
@@ -94,7 +95,7 @@ def test_int8_is_within_half_a_step(rows: Any) -> None:
     assert (np.abs(back.astype(np.float64) - rows) <= step * 0.5001).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ROWS)
 def test_fp32_is_itself(rows: Any) -> None:
     back = decode_rows(through_the_wire(encode_rows(rows, values="fp32")))

@@ -48,6 +48,7 @@ def trained(sync: SyncSpec, bench: Bench = BENCH, **options: Any) -> Replicas:
     return run_virtual(main())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_all_reduce_equals_one_process_on_the_joined_batch(num_stages: int) -> None:
     bench = Bench(num_stages=num_stages, num_samples=24, micro_batches=2, micro_batch_size=2)
@@ -81,6 +82,7 @@ def test_replicas_that_agree_on_gradients_stay_bit_identical_under_any_codec(nam
     assert all(torch.equal(replicas.weights(0), replicas.weights(r)) for r in (1, 2))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", LOOSE)
 def test_other_strategies_keep_replicas_near_each_other_in_all_their_stages(name: str) -> None:
     replicas = trained(LOOSE[name])
@@ -107,6 +109,7 @@ def test_both_stages_of_a_replica_meet_the_same_group() -> None:
     assert "half_applied" not in stats
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", EXACT)
 def test_resuming_gives_the_same_bits_as_never_having_stopped(name: str) -> None:
     sync = EXACT[name]
@@ -133,6 +136,7 @@ def test_resuming_gives_the_same_bits_as_never_having_stopped(name: str) -> None
         assert torch.equal(resumed.weights(replica), whole.weights(replica))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", LOOSE)
 def test_strategies_whose_meetings_depend_on_time_resume_and_finish(name: str) -> None:
     sync = LOOSE[name]
@@ -156,6 +160,7 @@ def test_strategies_whose_meetings_depend_on_time_resume_and_finish(name: str) -
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [*EXACT, *LOOSE])
 @pytest.mark.parametrize("when_s", [0.45, 1.2, 2.3])
 def test_after_a_death_the_others_finish(name: str, when_s: float) -> None:

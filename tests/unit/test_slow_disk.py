@@ -65,6 +65,7 @@ def in_memory() -> Run:
     return bench.run(STEPS)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ram_bytes", [0, 1000], ids=["all on disk", "a part on disk"])
 def test_a_late_disk_at_both_ends_leaves_the_loss_curve_as_it_is(
     in_memory: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram_bytes: int

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor
 
 from compressors.spill import Spill, SpillShelf
@@ -224,7 +225,7 @@ def test_put_waits_when_too_much_waits_to_be_written(disk, shelf_on) -> None:
     assert torch.equal(shelf.get(2), row(2))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     actions=st.lists(
         st.tuples(

@@ -62,6 +62,7 @@ def ten_thousand(one: Shard, *, pools: list[int], seed: int = 0, steps: int = 10
     return outcomes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tau", [0, 1, 4, 8])
 def test_in_ten_thousand_batches_nothing_is_older_than_tau_and_the_bound_is_reached(
     tau: int,

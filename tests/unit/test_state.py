@@ -154,6 +154,7 @@ def _steady(codec: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {e: {k: n for k, n in own.items() if k not in loose} for e, own in codec.items()}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("case", CASES)
 def test_going_on_after_loading_is_the_same_to_the_bit(
@@ -274,6 +275,7 @@ MUTANTS: dict[str, tuple[str, Change]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("what", MUTANTS)
 def test_forgetting_any_part_is_seen(what: str) -> None:
     case, change = MUTANTS[what]

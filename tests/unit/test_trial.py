@@ -19,6 +19,7 @@ LOCAL = SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0)
 ADAM = SyncSpec(name="quantized-adam", warmup=4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "sync",
     [RING, replace(RING, route="direct"), LOCAL, replace(LOCAL, outer_lr=0.7), ADAM],
@@ -117,13 +118,14 @@ LINK = Costs(slow_link="2:10x")
 """One uplink of sixteen at a tenth of the others' rate: the model takes a second on it."""
 
 
-def slowed_by_a_link(sync: SyncSpec, num: int = 16) -> float:
+def slowed_by_a_link(sync: SyncSpec, num: int = 16, *, seconds: float = 80) -> float:
     """How many times longer an iteration of the median replica takes than over equal links."""
-    alike = run_trial(sync, num_replicas=num, seconds=200, train=False)
-    uneven = run_trial(sync, num_replicas=num, seconds=200, train=False, costs=LINK)
+    alike = run_trial(sync, num_replicas=num, seconds=seconds, train=False)
+    uneven = run_trial(sync, num_replicas=num, seconds=seconds, train=False, costs=LINK)
     return uneven.iteration_s / alike.iteration_s
 
 
+@pytest.mark.slow
 def test_one_slow_uplink_costs_those_who_wait_for_it() -> None:
     tolerant = SyncSpec(name="hop", backup_workers=1, skip=8, max_gap=8)
 
@@ -134,9 +136,10 @@ def test_one_slow_uplink_costs_those_who_wait_for_it() -> None:
     assert slowed_by_a_link(tolerant) < 1.02
 
 
+@pytest.mark.slow
 def test_the_slowdown_filter_sees_a_slow_uplink(monkeypatch: Any) -> None:
     sync = SyncSpec(name="ripples", group_size=2)
-    seen = slowed_by_a_link(sync, 8)
+    seen = slowed_by_a_link(sync, 8, seconds=200)
     right = GroupGenerator.done
 
     def blind(self: GroupGenerator, gid: int, replica: int, **options: Any) -> Any:
@@ -145,7 +148,7 @@ def test_the_slowdown_filter_sees_a_slow_uplink(monkeypatch: Any) -> None:
     monkeypatch.setattr(GroupGenerator, "done", blind)
 
     assert seen < 1.15
-    assert slowed_by_a_link(sync, 8) > 1.04 * seen
+    assert slowed_by_a_link(sync, 8, seconds=200) > 1.04 * seen
 
 
 def test_slow_links_that_cannot_be_are_refused() -> None:

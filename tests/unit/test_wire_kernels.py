@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from properties import examples
 
 from compressors import native, wire_kernels
 from compressors.wire_kernels import (
@@ -44,7 +45,7 @@ def both(work: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     return answers[0], answers[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(hnp.arrays(np.float32, SHAPES, elements=ANY))
 def test_rows_are_coded_alike_or_refused_alike(rows: Any) -> None:
     for work in (half_rows, int8_rows):
@@ -52,7 +53,7 @@ def test_rows_are_coded_alike_or_refused_alike(rows: Any) -> None:
         assert ours == theirs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(hnp.arrays(np.uint16, SHAPES), st.integers(-400, 400), st.integers(0, 2**31))
 def test_half_floats_of_any_bits_and_exponents_are_read_alike(
     codes: Any, low: int, seed: int
@@ -64,7 +65,7 @@ def test_half_floats_of_any_bits_and_exponents_are_read_alike(
     assert ours == theirs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(hnp.arrays(np.int8, SHAPES), st.data())
 def test_int8_of_any_codes_and_steps_are_read_alike(codes: Any, data: Any) -> None:
     steps = data.draw(hnp.arrays(np.float32, len(codes), elements=ANY))
@@ -74,7 +75,7 @@ def test_int8_of_any_codes_and_steps_are_read_alike(codes: Any, data: Any) -> No
     assert ours == theirs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.one_of(INT64, st.integers(-3, 3)), max_size=200))
 def test_ids_are_found_alike(values: list[int]) -> None:
     ids = np.array(values, np.int64)
