@@ -57,6 +57,7 @@ def test_5_the_mean_is_kept(sync: SyncSpec) -> None:
     assert_mean_is_kept(sync)
 
 
+@pytest.mark.slow
 def test_5_mutant_dividing_by_all_instead_of_the_group(monkeypatch: Any) -> None:
     right = VectorCoder.mean
     monkeypatch.setattr(
@@ -94,10 +95,12 @@ def assert_one_group_is_all_reduce() -> None:
     assert apart < 1e-6, f"apart by {apart:.2g}"
 
 
+@pytest.mark.slow
 def test_7_one_group_of_all_is_all_reduce() -> None:
     assert_one_group_is_all_reduce()
 
 
+@pytest.mark.slow
 def test_7_mutant_no_division(monkeypatch: Any) -> None:
     right = VectorCoder.mean
     monkeypatch.setattr(
@@ -108,6 +111,7 @@ def test_7_mutant_no_division(monkeypatch: Any) -> None:
         assert_one_group_is_all_reduce()
 
 
+@pytest.mark.slow
 def test_7_mutant_averaging_before_the_local_step(monkeypatch: Any) -> None:
     async def step(self: Replica) -> None:
         self.strategy.entered(self.k)
@@ -212,6 +216,7 @@ def test_14_mutant_the_gradient_applied_twice(name: str, monkeypatch: Any) -> No
         assert_same_loss(name, mlp, exact)
 
 
+@pytest.mark.slow
 def test_14_mutant_the_wrong_sign_of_the_pseudo_gradient(monkeypatch: Any) -> None:
     exact = all_reduced(mlp)
     right = OuterStep.outgoing
@@ -270,6 +275,7 @@ def test_14_quantized_adam_reaches_the_loss_of_exact_momenta_at_equal_epochs(mak
     assert_four_bits_lose_nothing(make)
 
 
+@pytest.mark.slow
 def test_14_mutant_a_gradient_that_quantized_adam_counts_twice(monkeypatch: Any) -> None:
     agreed_exactly(mlp)
     right = FrozenAdam.outgoing
@@ -352,6 +358,7 @@ def assert_anchors_are_the_same_bits() -> None:
     assert all(torch.equal(anchor, found[0]) for anchor in found), "runs differ"
 
 
+@pytest.mark.slow
 def test_16_every_step_with_outer_rate_one_is_parameter_averaging() -> None:
     ours = quadratics(4, spread=1.0)
     run_fleet(ours, AVERAGE, 30)

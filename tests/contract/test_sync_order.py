@@ -378,6 +378,7 @@ def test_13_tokens_that_come_twice_or_late_hold_the_bounds() -> None:
     assert_gaps_hold(Hop, wrap_link=shuffled(share_twice=0.1, by_s=0.5))
 
 
+@pytest.mark.slow
 def test_13_mutant_counted_tokens_break_the_bounds() -> None:
     assert_gaps_hold(CountsTokens)  # as long as each comes once
     with pytest.raises(AssertionError, match="pairs further apart than their bound"):

@@ -131,6 +131,7 @@ def answers_kept(num: int) -> int:
     return max(sum(packet is not None for _, packet in answers) for answers in kept)
 
 
+@pytest.mark.slow
 def test_an_answer_is_kept_until_it_arrived_not_for_every_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_wrong_spec_is_refused(text: str, message: str) -> None:
         ColumnSpec.parse(text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="the data folder beside the project is absent")
 def test_the_census_file_and_its_test_file_read_with_one_spec() -> None:
     """Their headers differ in `-` and `_`, their labels in a full stop."""

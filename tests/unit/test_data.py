@@ -218,6 +218,7 @@ def alone(bench: Bench) -> Bench:
     return replace(bench, order=steps)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", [FP32, acsgd(), DIRECTQ], ids=["fp32", "acsgd", "directq"])
 def test_padding_changes_neither_loss_nor_rows(codec: CodecSpec) -> None:
     """A padded position enters no scale: what a sample becomes does not depend on its company."""
@@ -248,6 +249,7 @@ def test_rows_hold_the_valid_positions_only_and_stay_warm_in_other_company() -> 
     assert hits == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_mutant_forgetting_the_lengths_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Passes.keys
     monkeypatch.setattr(

@@ -241,6 +241,7 @@ def arrive(pickled: bytes) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_the_probe_works_on_a_node_that_has_none_of_our_source() -> None:
     cloudpickle.register_pickle_by_value(doctor_probe)
     try:
@@ -252,6 +253,7 @@ def test_the_probe_works_on_a_node_that_has_none_of_our_source() -> None:
     assert result.stdout.startswith(b"ModuleNotFoundError: No module named ")
 
 
+@pytest.mark.slow
 def test_mutant_a_probe_shipped_by_name_does_not_arrive_there() -> None:
     result = arrive(cloudpickle.dumps(Probe))
 

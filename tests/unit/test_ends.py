@@ -209,6 +209,7 @@ def test_a_row_that_the_receiver_lost_heals() -> None:
     assert run.losses == pytest.approx(unbroken(MEMORY).losses, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_a_lost_row_heals_while_frames_are_lost_too() -> None:
     """The cold answer is lost as well, and so is what was sent behind it."""
     for nth in range(7, 14):
@@ -271,6 +272,7 @@ def test_a_sample_in_several_micro_batches_is_applied_in_send_order(schedule: st
     assert all(sender == receiver for sender, receiver in run.rows())
 
 
+@pytest.mark.slow
 def test_a_sample_in_several_micro_batches_survives_faults_in_between() -> None:
     for seed in range(4):
         bench = replace(MEMORY, schedule="1f1b", order=TWICE * 2, costs=UNEVEN, seed=seed)
@@ -649,6 +651,7 @@ def test_numbers_start_again_with_each_turn() -> None:
     assert run_virtual(main()) == [0, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_random_interleavings_of_lossy_delivery_end_with_equal_rows() -> None:
     """Sender and receiver of one edge, without a pipeline: any order of arrival heals."""
     for seed in range(25):

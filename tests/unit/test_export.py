@@ -20,6 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     return SavedRun(path=tmp_path_factory.mktemp("runs") / "demo", steps=4).train()
 
 
+@pytest.mark.slow
 def test_the_file_loads_into_the_whole_model(run: SavedRun, tmp_path: Path) -> None:
     out = io.StringIO()
     status = main([str(run.path), str(tmp_path / "model.safetensors")], out=out)

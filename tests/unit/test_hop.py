@@ -215,6 +215,7 @@ def test_mutant_tokens_break_the_bounds(mutant: type[Hop], graph: Graph) -> None
     assert len(violations(graph, sync, watch)) >= 10
 
 
+@pytest.mark.slow
 def test_queues_stay_within_their_slots_and_fill_them() -> None:
     graph, sync = ring_based(8), replace(BACKUP, max_gap=3)
     fleet, _ = run_hop(graph, sync, 200, slow="2:4x,random:6x@0.1")
@@ -731,10 +732,12 @@ class TokenOfTheDead(Hop):
         return super()._tokens(out_neighbour if ghost is None else ghost)
 
 
+@pytest.mark.slow
 def test_mutant_still_requiring_the_token_of_the_dead_freezes_the_graph() -> None:
     assert progress_after_death(BACKUP, TokenOfTheDead) < 0.5
 
 
+@pytest.mark.slow
 def test_all_stages_mix_the_same_versions() -> None:
     trainers = quadratics(6, num_shards=3, compute_s=uniform_time(6, "1:4x,random:6x@0.1"))
     whole = quadratics(6, compute_s=uniform_time(6, "1:4x,random:6x@0.1"))

@@ -454,6 +454,7 @@ def test_a_capacity_that_is_too_small_is_explained_by_the_shard() -> None:
 # --- the wire, pruning, tables --------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 def test_lossy_wires_stay_close_and_cost_less() -> None:
     async def run(wire: Wire) -> tuple[Any, int]:
         net = Net((table(dim=32),), wire=wire)
@@ -470,6 +471,7 @@ def test_lossy_wires_stay_close_and_cost_less() -> None:
     assert least < 0.75 * less < 0.75 * 0.65 * most
 
 
+@pytest.mark.quick(1)
 def test_on_a_slow_link_hybrid_training_is_several_times_as_fast_as_synchronous_fp32() -> None:
     """100 Mbit/s, 50 ms each way, 25 ms of compute: the round trips hide behind the steps."""
 

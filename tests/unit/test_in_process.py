@@ -497,6 +497,7 @@ def test_a_capped_table_loads_what_memory_does_not_hold(tmp_path: Path) -> None:
     assert bag(optimizer=rec.Adam(lr=0.05)).load(tmp_path / "again") == 200
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("spill", [False, True])
 def test_a_checkpoint_that_is_refused_leaves_the_rows_as_they_were(
     tmp_path: Path, spill: bool
@@ -692,6 +693,7 @@ def test_a_model_with_embeddings_can_be_moved_like_any_other() -> None:
     assert ours(batch)["a"].dtype == torch.float32  # rows are what the store keeps
 
 
+@pytest.mark.slow
 def test_rows_that_were_replaced_give_their_memory_back_at_once(tmp_path: Path) -> None:
     ours = bag(spill=str(tmp_path / "below"), max_rows=20)
     gc.collect()

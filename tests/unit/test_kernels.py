@@ -130,6 +130,7 @@ def test_native_rounds_ties_and_equal_extremes_as_torch_does(bits: int) -> None:
             assert all(result == results["torch"] for result in results.values())
 
 
+@pytest.mark.slow
 def test_native_divides_exactly_at_every_size_of_scale() -> None:
     scales = torch.arange(0x0001, 0x7F80, 3, dtype=torch.int16).view(torch.bfloat16).float()
     x = scales[:, None] * torch.rand(len(scales), 32, generator=torch.Generator().manual_seed(3))

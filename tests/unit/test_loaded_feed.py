@@ -214,6 +214,7 @@ def test_batches_that_come_one_by_one_while_a_step_begins_are_asked_for_once(
     drive(main)
 
 
+@pytest.mark.slow
 def test_rows_of_batches_that_are_here_are_pulled_before_their_step() -> None:
     """With the batches ahead a step costs its work; without them, the way to the shards too."""
 

@@ -68,6 +68,7 @@ def test_no_more_than_a_few_times_the_largest_is_kept_and_the_longest_unused_goe
     assert [len(spare) for spare in memory._spares] == [8 * SIZE] * NUM_LARGEST
 
 
+@pytest.mark.slow
 def test_vectors_outlive_the_memorys_owner() -> None:
     memory = VectorMemory()
     vector = memory.vector(SIZE).fill_(2.0)

@@ -252,6 +252,7 @@ def test_any_shape_and_dtype_comes_back_and_the_size_was_known(codec, shape, dty
         assert float((decoded - tensor).double().norm()) < 0.1 * float(tensor.double().norm())
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased_on_the_symmetric_grid() -> None:
     x = values(1, 4, 32)
     codec = Uniform(3, grid="symmetric", rounding="stochastic", seed=3)

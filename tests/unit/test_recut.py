@@ -65,6 +65,7 @@ def test_a_mutant_that_loses_the_optimizer_is_seen() -> None:
     assert going_on(Bench(num_stages=2), states).losses != losses[STEPS:]
 
 
+@pytest.mark.slow
 def test_rows_stay_where_the_cut_stays_and_start_cold_where_it_is_new() -> None:
     bench = Bench(num_stages=4, activation=acsgd(), gradient=DIRECTQ)
     fewer, dropped = recut(saved(bench), cuts_of(2))

@@ -160,6 +160,7 @@ def test_four_stages_on_two_cores_share_them() -> None:
     assert two > 1.8 * many
 
 
+@pytest.mark.slow
 def test_only_stages_of_one_node_share_its_cores() -> None:
     """Three stages on one core are slow, whatever idle cores the other node has."""
     options: Any = {"stages": 4, "micro_batches": 32, "bandwidth_bps": 1e15}

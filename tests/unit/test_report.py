@@ -414,6 +414,7 @@ def test_the_best_arm_is_not_the_fast_one_with_the_bad_loss() -> None:
 # --- files --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_and_figure_are_written(run: Run, tmp_path: Path) -> None:
     results, rows, steps = run
     write_report(tmp_path / "report.html", results, rows=rows, steps=steps)

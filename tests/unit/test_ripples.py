@@ -110,6 +110,7 @@ def drift(codec: CodecSpec, **patches: Any) -> tuple[float, float]:
     return float((mean_of(trainers) - before).norm() / 8 / 0.01), disagreement(trainers) / 8 / 0.01
 
 
+@pytest.mark.slow
 def test_four_bits_do_not_move_the_mean() -> None:
     moved, left = drift(CodecSpec(name="directq", bits=4))
 
@@ -117,6 +118,7 @@ def test_four_bits_do_not_move_the_mean() -> None:
     assert left < 0.5
 
 
+@pytest.mark.slow
 def test_mutant_quantised_parameters_written_over_move_the_mean() -> None:
     from stages.sync.collective import Collective
 
@@ -249,6 +251,7 @@ def test_the_generator_may_die_and_come_back() -> None:
     assert progress(SyncSpec(name="ripples", deadline_s=6.0), during) >= 0.95 * progress(SMART)
 
 
+@pytest.mark.slow
 def test_after_a_restart_groups_form_again() -> None:
     trainers = quadratics(6, lr=0.0, offset=1.0)
     before, spread = mean_of(trainers), disagreement(trainers)
@@ -351,6 +354,7 @@ def test_what_was_sent_is_kept_for_the_groups_that_run_not_for_every_peer() -> N
     assert 5 not in letters_kept(16, dies=5)[1]
 
 
+@pytest.mark.slow
 def test_mutant_keeping_it_until_the_next_meeting_keeps_as_much_as_there_are_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

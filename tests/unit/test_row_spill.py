@@ -169,6 +169,7 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path) -> None:
         rows.announce(ids(7))
 
 
+@pytest.mark.slow
 def test_records_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
     rows = spilling("native", tmp_path)
     tier = rows.tier

@@ -232,6 +232,7 @@ def test_a_call_never_evicts_its_own_rows(core: str) -> None:
     assert sorted(everything(rows)) == [4, 5, 6, 7]
 
 
+@pytest.mark.quick(1)
 @both
 def test_a_full_table_names_the_setting_and_still_trains(core: str) -> None:
     rows = table(core, capacity="512KiB", dim=16)
@@ -673,6 +674,7 @@ def test_a_taper_gives_cold_rows_their_first_chunk_before_hot_rows_their_last(
     assert rows.alive(ids(1, 2, 3)).tolist() == alive
 
 
+@pytest.mark.slow
 def test_rows_pruned_again_and_again_stay_in_as_few_slabs_as_hold_them() -> None:
     random, slab = np.random.default_rng(0), 16 << 10
     store = RowStore(capacity="64MiB", pages="4k", slab=slab, core="native")
@@ -698,6 +700,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_pruning_gives_memory_back_to_the_system() -> None:
     store = RowStore(capacity="512MiB", pages="4k", slab="256KiB", core="native")
     rows = store.table("t", dim=64, chunks=8, optimizer=RowAdagrad(lr=0.1), init=Uniform(0.1))

@@ -71,6 +71,7 @@ def test_all_reduce_equals_one_process_on_the_joined_batch(num_stages: int) -> N
     assert all(torch.equal(replicas.weights(0), replicas.weights(r)) for r in (1, 2))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["allreduce", "quantized-adam"])
 def test_replicas_that_agree_on_gradients_stay_bit_identical_under_any_codec(name: str) -> None:
     bench = Bench(
@@ -97,6 +98,7 @@ def test_other_strategies_keep_replicas_near_each_other_in_all_their_stages(name
         assert apart < 0.7 * torch.linalg.vector_norm(first - begun)
 
 
+@pytest.mark.slow
 def test_both_stages_of_a_replica_meet_the_same_group() -> None:
     replicas = trained(SyncSpec(name="ripples", group_size=2), num_replicas=4, num_steps=8)
 
@@ -181,6 +183,7 @@ def test_after_a_death_the_others_finish(name: str, when_s: float) -> None:
         assert torch.equal(replicas.weights(0), replicas.weights(3))
 
 
+@pytest.mark.slow
 def test_a_slow_replica_of_two_stages_skips_and_says_so() -> None:
     sync = SyncSpec(name="hop", graph="complete", backup_workers=1, skip=4)
 

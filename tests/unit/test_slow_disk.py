@@ -82,6 +82,7 @@ def test_a_late_disk_at_both_ends_leaves_the_loss_curve_as_it_is(
     assert LateFile.accesses.count("write") > 40
 
 
+@pytest.mark.slow
 def test_mutant_a_disk_that_loses_writes_changes_the_curve(
     in_memory: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

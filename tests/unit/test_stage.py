@@ -228,6 +228,7 @@ def test_recompute_gives_the_same_bits_and_rows(codec: CodecSpec) -> None:
         assert again.rows() == kept.rows()
 
 
+@pytest.mark.slow
 def test_evaluation_changes_no_row_counter_weight_or_random_number() -> None:
     bench = Bench(num_stages=4, activation=acsgd(), gradient=DIRECTQ)
     evaluation = bench.plan(0, train=False, schedule="forward", part=1)

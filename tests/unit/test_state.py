@@ -165,6 +165,7 @@ def test_going_on_after_loading_is_the_same_to_the_bit(
     assert differences(done) == []
 
 
+@pytest.mark.slow
 def test_stages_in_the_middle_too() -> None:
     assert differences(whole(bench_of("acsgd evicting", num_stages=4, shape=Bench().shape))) == []
 
@@ -352,6 +353,7 @@ def test_no_state_is_taken_inside_a_step() -> None:
     assert "stage 0 is running in step 0" in refused(work, bench, RuntimeError)
 
 
+@pytest.mark.slow
 def test_a_stage_that_was_stopped_goes_back_to_its_last_state() -> None:
     """Abort in the middle of step 4, load the state after step 3, run it again."""
     bench = bench_of("acsgd evicting")
@@ -376,6 +378,7 @@ def test_a_stage_that_was_stopped_goes_back_to_its_last_state() -> None:
     assert same_bits(again.weights, whole.weights)
 
 
+@pytest.mark.slow
 def test_going_back_several_steps_needs_only_a_higher_attempt() -> None:
     bench = bench_of("composed")
     whole = bench.run(6)

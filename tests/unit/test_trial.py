@@ -42,6 +42,7 @@ def test_the_computed_clock_is_the_simulated_one(
         assert seen == pytest.approx(loss, rel=0.05 if sync.name == "local" else 1e-5)
 
 
+@pytest.mark.slow
 def test_mutant_a_ring_without_its_latencies_is_not_the_simulated_one(monkeypatch: Any) -> None:
     monkeypatch.setattr(trials, "reduce_s", lambda *args, **options: 0.0)
     with pytest.raises(AssertionError):
@@ -59,6 +60,7 @@ def test_an_all_reduce_takes_what_its_letters_take() -> None:
     assert reduce_s(coded, 16, costs) < 30 * (0.15 * 0.1 / 16 + 0.02)
 
 
+@pytest.mark.slow
 def test_costs_alone_take_the_same_time_as_training() -> None:
     sync = SyncSpec(name="ripples", group_size=2)
     trained = run_trial(sync, num_replicas=8, slow="2:4x", seconds=40)
@@ -69,6 +71,7 @@ def test_costs_alone_take_the_same_time_as_training() -> None:
     assert priced.iteration_s == pytest.approx(trained.iteration_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_tells_where_it_waited() -> None:
     trial = run_trial(SyncSpec(name="hop"), num_replicas=8, slow="2:4x", seconds=60)
 
@@ -106,6 +109,7 @@ def test_the_largest_gap_is_seen_whenever_it_is_there() -> None:
     assert spread.largest == 3  # 3 against 0: at no iteration that is a round number
 
 
+@pytest.mark.slow
 def test_the_gap_of_a_trial_is_the_bound_that_tokens_set() -> None:
     sync = SyncSpec(name="hop", graph="complete", backup_workers=1, max_gap=5)
 
