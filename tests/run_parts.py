@@ -110,8 +110,11 @@ def main(parts: list[str], words: list[str], workers: int) -> int:
     for one in ended:
         closing = closing_line(one.log)
         say(f"=== {one.part}: status {one.status}, {one.took_s:.0f} s: {closing} ===")
+    for part in sorted(set(parts) - {one.part for one in ended}):
+        say(f"=== {part}: it could not be run, see above ===")
     statuses = [one.status for one in ended]
-    return 0 if set(statuses) <= {0, NOTHING_RUN} and 0 in statuses else 1
+    is_whole = len(ended) == len(parts)
+    return 0 if is_whole and set(statuses) <= {0, NOTHING_RUN} and 0 in statuses else 1
 
 
 def say(text: str) -> None:

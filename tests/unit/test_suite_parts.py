@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_parts
 from suite_parts import PARTS, spread
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -143,3 +144,15 @@ def test_a_suite_of_which_nothing_was_run_does_not_pass(suite: Path) -> None:
 
     assert done.returncode == 1
     assert done.stdout.count("status 5") == len(PARTS)
+
+
+def test_a_part_that_could_not_be_started_fails_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_parts.Ended("one", 0, 1.0, tmp_path / "one.log")
+    done.log.write_text("= 1 passed =")
+    monkeypatch.setattr(run_parts, "run_all", lambda *_: [done])
+
+    assert run_parts.main(["one"], [], 1) == 0
+    assert run_parts.main(["one", "other"], [], 1) == 1
