@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from codec_kernels import keep_freed_memory, on_core, ratio, take_turns
+from codec_kernels import OnCore, keep_freed_memory, ratio, take_turns
 
 from compressors import kernels, wire_kernels
 
@@ -42,7 +42,7 @@ def operations(num: int) -> dict[str, Callable[[], object]]:
 def measure(num: int, budget_s: float) -> list[dict[str, Any]]:
     found = []
     for name, call in operations(num).items():
-        calls = {"native": on_core("native", call), "twin": on_core("torch", call)}
+        calls = {"native": OnCore("native", call), "twin": OnCore("torch", call)}
         turns = take_turns(calls, budget_s)
         found.append(
             {

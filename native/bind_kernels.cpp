@@ -3,11 +3,14 @@
 // compressors/kernels.py has checked every shape, dtype and device and keeps the tensors alive, so
 // addresses cost less than any array protocol. Work is done without the GIL and in the default
 // floating point environment, so that torch.set_flush_denormal in a caller changes no bit.
+#include <algorithm>
 #include <cfenv>
+#include <fstream>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -22,6 +25,25 @@
 namespace nb = nanobind;
 
 namespace ray_pipe {
+namespace {
+
+// The size of the last cache that a core sees, where Linux tells; else what servers commonly have.
+// (sysconf gives the sum over all sockets' parts on some processors, ten times too much.)
+size_t last_cache_bytes() {
+  size_t largest = 0;
+  for (int index = 0; index < 8; ++index) {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size");
+    size_t kibibytes = 0;
+    char unit = 0;
+    if (file >> kibibytes >> unit && unit == 'K') largest = std::max(largest, kibibytes << 10);
+  }
+  return largest > 0 ? largest : size_t{32} << 20;
+}
+
+}  // namespace
+
+size_t stream_beyond = last_cache_bytes();
+
 namespace {
 
 using Address = std::uintptr_t;
@@ -122,6 +144,15 @@ size_t delta_decode(Address codes, Address scales, Address row, Address out, Add
                               at<float>(out), at<void>(new_row));
 }
 
+size_t set_stream_beyond(size_t nbytes) { return std::exchange(stream_beyond, nbytes); }
+
+size_t touch(Address codes, Address scales, Address row, Address out, Address new_row, size_t rows,
+             size_t channels, int bits, bool streamed) {
+  return chosen->touch({rows, channels, bits, 32, false}, at<const uint8_t>(codes),
+                       at<const uint16_t>(scales), at<const void>(row), streamed, at<float>(out),
+                       at<void>(new_row));
+}
+
 // Several samples in one call: sample i has positions[i] rows, and its codes and scales follow those
 // of the sample before it. Returns three sums for each sample; none if one could not be coded.
 std::vector<double> delta_encode_rows(const std::vector<Address>& h,
@@ -172,6 +203,8 @@ void bind_kernels(nb::module_& m) {
   m.def("build_info", &build_info);
   m.def("isas", &isas);
   m.def("use_isa", &use_isa);
+  m.def("stream_beyond", &set_stream_beyond);
+  m.def("touch", &touch, Release());
   m.def("quantize", &quantize, Release());
   m.def("dequantize", &dequantize, Release());
   m.def("delta_encode", &delta_encode, Release());

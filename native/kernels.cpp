@@ -88,13 +88,13 @@ RP_INLINE Block read(const uint16_t* from) {
   widen(from, b.v);
   return b;
 }
+template <bool STREAMED = false>
 RP_INLINE void write(float* to, const Block& b) {
-  for (int p = 0; p < kParts; ++p) store(to + p * kWidth, b.v[p]);
+  for (int p = 0; p < kParts; ++p) put<STREAMED>(to + p * kWidth, b.v[p]);
 }
+template <bool STREAMED = false>
 RP_INLINE void write(uint16_t* to, const Block& b) {
-  Uints rounded[kParts];
-  for (int p = 0; p < kParts; ++p) rounded[p] = round_bf16(b.v[p]);
-  store_upper(to, rounded);
+  store_bf16<STREAMED>(to, b.v);
 }
 
 // Each group's largest and smallest value as magnitudes (0 if there is none of that sign).
@@ -145,20 +145,6 @@ RP_INLINE Floats dequantize_part(const Grid& grid, Ints codes, float scale) {
   return quotient(code - static_cast<float>(grid.full), grid.levels, grid.per_level) * scale;
 }
 
-template <int BITS>
-RP_INLINE Block dequantize_block(const Grid& grid, const uint8_t* from, float scale) {
-  Ints codes[kParts];
-  unpack<BITS>(from, codes);
-  Block value;
-  if constexpr ((1 << BITS) <= kTable) {
-    const Floats scaled = grid.values * scale;  // the same products, taken before the lookup
-    for (int p = 0; p < kParts; ++p) value.v[p] = lookup(scaled, codes[p]);
-  } else {
-    for (int p = 0; p < kParts; ++p) value.v[p] = dequantize_part<BITS>(grid, codes[p], scale);
-  }
-  return value;
-}
-
 // The bits after the last code of a stream are zero.
 RP_INLINE Words first_bytes(Words w, int count) {
   uint8_t bytes[kBlock];
@@ -191,12 +177,10 @@ RP_INLINE Block subtract(const Block& value, const Row* row) {
 
 // What blocks are coded with.
 constexpr int kBatch = 8;
-struct Scales {
+struct BatchScales {
   alignas(32) float scale[kBatch];
   alignas(32) float reciprocal[kBatch];
 };
-
-constexpr size_t kScales = 16;  // decoding: how many scales are widened at a time
 
 // Encode one block, whose last 32 - count values are padding.
 template <int BITS, bool USUAL, class Row>
@@ -245,7 +229,7 @@ RP_INLINE uint32_t encode_blocks(const Grid& grid, int blocks, const float* h, c
         (minus ? positive : negative)[b] = 0;
       }
 
-  Scales s;
+  BatchScales s;
   uint16_t rounded[kBatch];
   uint32_t worst = 0, unusual = !kFused;
   for (int b = 0; b < kBatch; ++b) {
@@ -269,18 +253,6 @@ RP_INLINE uint32_t encode_blocks(const Grid& grid, int blocks, const float* h, c
   if (unusual) encode.template operator()<false>();
   else encode.template operator()<true>();
   return worst;
-}
-
-template <int BITS, class Row>
-RP_INLINE void decode_block(const Grid& grid, const uint8_t* codes, float scale, const Row* row,
-                            float* out, Row* new_row) {
-  Block next = dequantize_block<BITS>(grid, codes, scale);
-  if constexpr (kHasRow<Row>) {
-    const Block old = read(row);
-    for (int p = 0; p < kParts; ++p) next.v[p] = old.v[p] + next.v[p];
-    write(new_row, next);
-  }
-  write(out, next);
 }
 
 // --- any group size: one value at a time; also the exact sums of the fused loops -----------------
@@ -345,24 +317,6 @@ uint32_t encode_row(const Layout& layout, const Grid& grid, const float* h, cons
     }
   }
   return worst;
-}
-
-template <class Row>
-void decode_row(const Layout& layout, const Grid& grid, const uint8_t* codes,
-                const uint16_t* scales, const Row* row, float* out, Row* new_row) {
-  for (size_t first = 0; first < layout.channels; first += layout.group, ++scales) {
-    const size_t left = layout.channels - first;
-    const size_t end = first + (left < layout.group ? left : layout.group);
-    for (size_t i = first; i < end; ++i) {
-      const float value = dequantize_one(grid, get_code(codes, i, layout.bits), *scales);
-      if constexpr (kHasRow<Row>) {
-        out[i] = widen_one(row[i]) + value;
-        narrow_one(out[i], new_row + i);
-      } else {
-        out[i] = value;
-      }
-    }
-  }
 }
 
 // The sums of one row in fp64, from what was stored. False if the new row is not finite.
@@ -457,35 +411,6 @@ uint32_t encode_row_wide(const Grid grid, size_t channels, size_t group, const f
   return worst;
 }
 
-template <int BITS, class Row>
-void decode_row_32(const Grid grid, size_t channels, size_t per_group, const uint8_t* codes,
-                   const uint16_t* scales, const Row* row, float* out, Row* new_row) {
-  const size_t whole = channels / kBlock;
-  for (size_t done = 0; done < whole; done += kScales) {
-    const size_t blocks = whole - done < kScales ? whole - done : kScales;
-    alignas(64) float wide[kScales];  // so that a scale is spread over a vector as it is loaded
-    for (size_t b = 0; b < blocks; ++b) wide[b] = widen_scale(scales[(done + b) / per_group]);
-    for (size_t b = 0; b < blocks; ++b) {
-      const size_t at = (done + b) * kBlock;
-      decode_block<BITS, Row>(grid, codes + (done + b) * 4 * BITS, wide[b],
-                              kHasRow<Row> ? row + at : nullptr, out + at,
-                              kHasRow<Row> ? new_row + at : nullptr);
-    }
-  }
-  const size_t c = whole * kBlock;
-  if (c < channels) {
-    const size_t count = channels - c;
-    uint8_t packed[4 * BITS] = {};
-    Row old[kBlock] = {}, next[kBlock];
-    float values[kBlock];
-    std::memcpy(packed, codes + whole * 4 * BITS, (count * BITS + 7) / 8);
-    if constexpr (kHasRow<Row>) std::memcpy(old, row + c, count * sizeof(Row));
-    decode_block<BITS, Row>(grid, packed, widen_scale(scales[whole]), old, values, next);
-    std::memcpy(out + c, values, count * sizeof(float));
-    if constexpr (kHasRow<Row>) std::memcpy(new_row + c, next, count * sizeof(Row));
-  }
-}
-
 // Whether groups are several whole blocks, and so are rows.
 inline bool is_wide(const Layout& layout) {
   return layout.group > kBlock && layout.group % kBlock == 0 && layout.channels % kBlock == 0;
@@ -545,31 +470,8 @@ size_t encode(const Layout& layout, const float* h, const Row* row, uint8_t* cod
   return bad;
 }
 
-template <int BITS, class Row>
-size_t decode(const Layout& layout, const uint8_t* codes, const uint16_t* scales, const Row* row,
-              float* out, Row* new_row) {
-  const Grid grid(layout);
-  size_t bad = 0;
-  for (Span span(layout); span.rest > 0;) {
-    const Layout part = {1, span.next(), layout.bits, layout.group, layout.symmetric};
-    uint32_t good = 1;
-    for (size_t g = 0; g < part.num_groups(); ++g) good &= is_finite(scales[g]);
-    bad += !good;
-    if (layout.group == kBlock || is_wide(layout))
-      decode_row_32<BITS, Row>(grid, part.channels, layout.group / kBlock, codes, scales, row, out,
-                               new_row);
-    else
-      decode_row<Row>(part, grid, codes, scales, row, out, new_row);
-    if constexpr (kHasRow<Row>) {
-      row += part.channels;
-      new_row += part.channels;
-    }
-    out += part.channels;
-    codes += part.code_bytes();
-    scales += part.num_groups();
-  }
-  return bad;
-}
+#include "decode.hpp"
+#include "touch.hpp"
 
 // `call` is made with the number of bits as a compile-time constant.
 template <class Call>
@@ -620,11 +522,23 @@ size_t delta_decode(const Layout& layout, const uint8_t* codes, const uint16_t* 
   });
 }
 
+size_t touch(const Layout& layout, const uint8_t* codes, const uint16_t* scales, const void* row,
+             bool streamed, float* out, void* new_row) {
+  const size_t blocks = layout.rows * layout.channels / kBlock;
+  return with_bits(layout.bits, [&]<int BITS>() {
+    if (row != nullptr)
+      return touch_streamed<BITS>(streamed, blocks, codes, scales,
+                                  static_cast<const uint16_t*>(row), out,
+                                  static_cast<uint16_t*>(new_row));
+    return touch_streamed<BITS, NoRow>(streamed, blocks, codes, scales, nullptr, out, nullptr);
+  });
+}
+
 }  // namespace
 
 const Kernels& kernels() {
   static constexpr Kernels table = {RP_STRING(RAY_PIPE_ISA), quantize, dequantize, delta_encode,
-                                    delta_decode};
+                                    delta_decode, touch};
   return table;
 }
 

@@ -31,6 +31,10 @@ struct Sums {
   double error = 0;
 };
 
+// Outputs too large for this many bytes of cache are written past it; what the last cache holds
+// unless told otherwise. Defined in bind_kernels.cpp, once for all instruction sets.
+extern size_t stream_beyond;
+
 // Each returns how many rows (or parts) could not be coded: values (encoding) or scales (decoding) that are
 // not finite. A caller that gets anything but 0 throws the outputs away.
 // `row` and `new_row` are bf16 if row_is_bf16, else fp32.
@@ -42,6 +46,8 @@ struct Kernels {
                          uint8_t* codes, uint16_t* scales, void* new_row, Sums* sums);
   size_t (*delta_decode)(const Layout&, const uint8_t* codes, const uint16_t* scales,
                          const void* row, bool row_is_bf16, float* out, void* new_row);
+  size_t (*touch)(const Layout&, const uint8_t* codes, const uint16_t* scales, const void* row,
+                  bool streamed, float* out, void* new_row);
 };
 
 namespace isa_baseline {

@@ -17,6 +17,31 @@ def isas() -> list[str]:
 def use_isa(name: str, /) -> None:
     """Use the kernels built for this instruction set; the fastest are used unless told."""
 
+def stream_beyond(nbytes: int, /) -> int:
+    """Write outputs that fill more than 3/4 of so much cache past it; returns what was set before.
+
+    The size of the last cache unless told. The same bits either way.
+    """
+
+def touch(
+    codes: int,
+    scales: int,
+    row: int,
+    out: int,
+    new_row: int,
+    rows: int,
+    channels: int,
+    bits: int,
+    streamed: bool,
+    /,
+) -> int:
+    """The memory traffic of a decoder and nothing else, for benchmarks: how fast it could be.
+
+    Groups of 32 in whole blocks, rows in bf16; with `row` 0 as `dequantize`, else as
+    `delta_decode`. Outputs are filled with the halves 0x3f80, and aligned to 64 bytes if
+    `streamed`: written past the caches. Returns the bits seen in what was read.
+    """
+
 CRC32_FOLDS: bool
 """This machine has carry-less products; `crc32` is slower than zlib's where it has none."""
 

@@ -24,6 +24,7 @@ typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
 typedef uint64_t Words __attribute__((vector_size(32)));  // 32 bytes, or 8 codes in each word
 
 #define RP_INLINE inline __attribute__((always_inline))
+#define RP_INLINE_LAMBDA __attribute__((always_inline))
 
 template <class V, class T>
 RP_INLINE V load(const T* from) {
@@ -35,6 +36,31 @@ RP_INLINE V load(const T* from) {
 template <class V, class T>
 RP_INLINE void store(T* to, V v) {
   std::memcpy(to, &v, sizeof v);
+}
+
+// A store, or one past the caches: of a whole vector, to where such a vector is aligned.
+template <bool STREAMED, class V, class T>
+RP_INLINE void put(T* to, V v) {
+#if defined(__AVX512F__)
+  if constexpr (STREAMED && sizeof v == 64)
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+#endif
+#if defined(__AVX2__)
+  if constexpr (STREAMED && sizeof v == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)v);
+#endif
+#if defined(__SSE2__)
+  if constexpr (STREAMED && sizeof v == 16)
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)v);
+#endif
+  store(to, v);
+}
+
+// Whoever reads after this sees what was put past the caches.
+RP_INLINE void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 RP_INLINE float as_float(uint32_t bits) {
@@ -120,6 +146,16 @@ RP_INLINE Floats exact_product_plus(Floats x, float y, float z) {
   return (Floats)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), _mm512_set1_ps(z));
 #elif defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)x, _mm256_set1_ps(y), _mm256_set1_ps(z));
+#else
+  return x * y + z;
+#endif
+}
+
+RP_INLINE Floats exact_product_plus(Floats x, float y, Floats z) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), (__m512)z);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, _mm256_set1_ps(y), (__m256)z);
 #else
   return x * y + z;
 #endif
@@ -212,29 +248,16 @@ struct Halves32 {
       for (int i = 0; i < 32; ++i) index[p][i] = static_cast<uint16_t>(16 * p + i / 2);
   }
 };
-#endif
 
-// The upper halves of the lanes as 16-bit values.
-RP_INLINE void store_upper(uint16_t* to, const Uints (&v)[kParts]) {
-#if defined(__AVX512F__)
-  alignas(64) static constexpr uint16_t odd[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                   23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                   45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  store(to, _mm512_permutex2var_epi16((__m512i)v[0], load<__m512i>(odd), (__m512i)v[1]));
-#elif defined(__AVX2__)
-  for (int p = 0; p < kParts; p += 2) {
-    const __m256i packed = _mm256_packus_epi32((__m256i)(v[p] >> 16), (__m256i)(v[p + 1] >> 16));
-    store(to + p * kWidth, _mm256_permute4x64_epi64(packed, 0xd8));
+// Every second one of 64 words.
+template <int FIRST>
+struct Alternate {
+  uint16_t index[32] = {};
+  constexpr Alternate() {
+    for (int i = 0; i < 32; ++i) index[i] = static_cast<uint16_t>(2 * i + FIRST);
   }
-#elif defined(__SSE2__)
-  for (int p = 0; p < kParts; p += 2)  // shifted with its sign a half survives a signed packing
-    store(to + p * kWidth, _mm_packs_epi32((__m128i)((Ints)v[p] >> 16),
-                                           (__m128i)((Ints)v[p + 1] >> 16)));
-#else
-  for (int p = 0; p < kParts; ++p)
-    store(to + p * kWidth, __builtin_convertvector(v[p] >> 16, Halves));
+};
 #endif
-}
 
 // bf16 is the upper half of an fp32: 32 of them, widened.
 RP_INLINE void widen(const uint16_t* from, Floats (&v)[kParts]) {
@@ -256,15 +279,39 @@ RP_INLINE void widen(const uint16_t* from, Floats (&v)[kParts]) {
 #endif
 }
 
-// Rounded to bf16, nearest even, in the upper half of each lane. For finite values.
-RP_INLINE Uints round_bf16(Floats v) {
-  const Uints bits = (Uints)v;
+// Rounded to bf16, nearest even. For finite values.
+template <bool STREAMED>
+RP_INLINE void store_bf16(uint16_t* to, const Floats (&v)[kParts]) {
 #if defined(__AVX512F__)
-  const __m512i up = _mm512_add_epi32((__m512i)bits, _mm512_set1_epi32(0x7fff));
-  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)bits, _mm512_set1_epi32(0x10000));
-  return (Uints)_mm512_mask_add_epi32(up, odd, up, _mm512_set1_epi32(1));
+  // In 16 bits, once for both parts: up where the lower half is above a half, or a half and odd.
+  alignas(64) static constexpr Alternate<1> odd;
+  alignas(64) static constexpr Alternate<0> even;
+  const __m512i low = (__m512i)v[0], high = (__m512i)v[1];
+  const __m512i upper = _mm512_permutex2var_epi16(low, load<__m512i>(odd.index), high);
+  const __m512i lower = _mm512_permutex2var_epi16(low, load<__m512i>(even.index), high);
+  constexpr int or_of_half_and_even = 0xce;  // 0x8000 | (~upper & 1)
+  const __m512i least = _mm512_ternarylogic_epi32(
+      upper, _mm512_set1_epi16(INT16_MIN), _mm512_set1_epi16(1), or_of_half_and_even);
+  const __mmask32 up = _mm512_cmpge_epu16_mask(lower, least);
+  put<STREAMED>(to, _mm512_mask_add_epi16(upper, up, upper, _mm512_set1_epi16(1)));
 #else
-  return bits + 0x7fff + ((bits >> 16) & 1);
+  Uints bits[kParts];
+  for (int p = 0; p < kParts; ++p)
+    bits[p] = (Uints)v[p] + 0x7fff + (((Uints)v[p] >> 16) & 1);
+#if defined(__AVX2__)
+  for (int p = 0; p < kParts; p += 2) {
+    const __m256i packed =
+        _mm256_packus_epi32((__m256i)(bits[p] >> 16), (__m256i)(bits[p + 1] >> 16));
+    put<STREAMED>(to + p * kWidth, _mm256_permute4x64_epi64(packed, 0xd8));
+  }
+#elif defined(__SSE2__)
+  for (int p = 0; p < kParts; p += 2)  // shifted with its sign a half survives a signed packing
+    put<STREAMED>(to + p * kWidth, _mm_packs_epi32((__m128i)((Ints)bits[p] >> 16),
+                                           (__m128i)((Ints)bits[p + 1] >> 16)));
+#else
+  for (int p = 0; p < kParts; ++p)
+    put<STREAMED>(to + p * kWidth, __builtin_convertvector(bits[p] >> 16, Halves));
+#endif
 #endif
 }
 
@@ -431,4 +478,28 @@ RP_INLINE void unpack(const uint8_t* from, Ints (&codes)[kParts]) {
     w = (w & low1) | ((w & (low1 << BITS)) << (8 - BITS));
   }
   split_bytes(w, codes);
+}
+
+// 32 codes less `full`, as floats.
+template <int BITS>
+RP_INLINE void centred(const uint8_t* from, Floats (&v)[kParts]) {
+  constexpr float full = 1 << (BITS - 1);
+#if defined(__AVX2__)
+  if constexpr (BITS == 8) {  // less 128 is the other sign bit: cheaper in bytes than in floats
+    for (int p = 0; p < kParts; ++p) {
+#if defined(__AVX512F__)
+      const __m128i bytes = _mm_xor_si128(load<__m128i>(from + kWidth * p), _mm_set1_epi8(INT8_MIN));
+      v[p] = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+      const __m128i bytes = _mm_xor_si128(_mm_cvtsi64_si128(load<long long>(from + kWidth * p)),
+                                          _mm_set1_epi8(INT8_MIN));
+      v[p] = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#endif
+    }
+    return;
+  }
+#endif
+  Ints codes[kParts];
+  unpack<BITS>(from, codes);
+  for (int p = 0; p < kParts; ++p) v[p] = __builtin_convertvector(codes[p], Floats) - full;
 }
