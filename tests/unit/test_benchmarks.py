@@ -76,3 +76,21 @@ def test_every_benchmark_that_the_readme_quotes_is_run(script: Any) -> None:
     assert quoted - {"real_network"} <= runs.RUNS.keys()  # needs root
     assert "root" in runs.LEFT_OUT["real_network"]
     assert len(quoted) > 8
+
+
+def test_kernels_below_the_goal_are_told_with_what_memory_allows(script: Any) -> None:
+    rows = [
+        {"limit": None, "ratio_to_twin": 12.0},
+        {"limit": 11.0, "ratio_to_twin": 9.5},
+        {"limit": 7.9, "ratio_to_twin": 7.3},
+        {"limit": 5.4, "ratio_to_twin": 5.1},
+    ]
+    line = script("readme").kernels_line
+
+    assert line({"rows": rows, "target_ratio": 8.0}) == (
+        "encode 12.0x to 12.0x, decode 9.5x to 9.5x; 2 of 4 below the goal, 5.1x to 7.3x: "
+        "nothing but their reads and writes would be 5.4x to 7.9x"
+    )
+    assert line({"rows": rows[:2], "target_ratio": 8.0}) == (
+        "encode 12.0x to 12.0x, decode 9.5x to 9.5x"
+    )
