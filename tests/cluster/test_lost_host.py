@@ -23,9 +23,13 @@ from tests.cluster.rig import Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-NUM_HOSTS, STEPS, EVERY, FATAL = 3, 40, 4, 10
+NUM_HOSTS, STEPS, EVERY, FATAL = 3, 60, 4, 10
 STAGE = re.compile(r"^ray::(PipelineStage|SpareStage|acsgd step)", re.MULTILINE)
 """How Ray titles the processes of stages."""
+
+PROCESSES = ["ps", "-e", "-o", "args="]
+WARM = re.compile(r"^ray::SpareStage$", re.MULTILINE)
+"""A spare that has loaded; before, its title says `warm_up`."""
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +59,27 @@ class Run:
         self.path: Path = rig.hosts[0].home / name
         self.process = rig.hosts[0].popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
+    @property
+    def num_steps(self) -> int:
+        """That were done so far."""
+        metrics = self.path / "metrics.jsonl"
+        return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
+
     def wait_for_step(self, step: int) -> None:
-        metrics, deadline = self.path / "metrics.jsonl", time.monotonic() + 180
-        while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") <= step:
+        deadline = time.monotonic() + 180
+        while self.num_steps <= step:
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < deadline, "the run did not begin"
             time.sleep(0.1)
+
+    def wait_for_spares(self, rig: Rig) -> None:
+        """Until one is warm on every host: one that loads is taken too, but is not called warm."""
+
+        def are_warm() -> bool:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            return all(WARM.search(host.run(PROCESSES).stdout) for host in rig.hosts)
+
+        wait_for("spares are warm", are_warm)
 
     def end(self) -> str:
         said: str = self.process.communicate(timeout=300)[0]
@@ -80,7 +99,9 @@ def num_alive(rig: Rig) -> int:
     script = "import ray; ray.init('auto', log_to_driver=False); "
     script += "print('alive:', sum(node['Alive'] for node in ray.nodes()))"
     said = rig.hosts[0].run([rig.python, "-c", script]).stdout
-    return int(said.partition("alive:")[2])
+    found = re.search(r"alive: (\d+)", said)  # Ray may tell of a death before or after it
+    assert found is not None, said
+    return int(found[1])
 
 
 def come_back(rig: Rig, lost: int) -> None:
@@ -122,6 +143,7 @@ def test_a_host_that_dies_is_done_without_and_the_losses_are_the_same(
 ) -> None:
     run = Run(rig, f"killed-{lost}")
     run.wait_for_step(FATAL)
+    run.wait_for_spares(rig)
 
     rig.kill_host(lost)
     killed = time.monotonic()
@@ -141,10 +163,12 @@ def test_a_stage_that_was_cut_off_and_comes_back_does_no_harm(
     lost = 1
     run = Run(rig, "cut")
     run.wait_for_step(FATAL)
+    run.wait_for_spares(rig)
 
+    begun = run.num_steps
     rig.cut(lost)
     try:
-        run.wait_for_step(FATAL + 6)  # more than was under way: the run goes on without it
+        run.wait_for_step(begun + 6)  # more than was under way: the run goes on without it
     finally:
         rig.mend(lost)
     said = run.end()
@@ -154,6 +178,6 @@ def test_a_stage_that_was_cut_off_and_comes_back_does_no_harm(
     assert len(run.results["failures"]) == 1, "its return was another failure"
 
     def is_gone() -> bool:
-        return not STAGE.search(rig.hosts[lost].run(["ps", "-e", "-o", "args="]).stdout)
+        return not STAGE.search(rig.hosts[lost].run(PROCESSES).stdout)
 
     wait_for("the stage that was cut off has ended", is_gone)
