@@ -55,6 +55,7 @@ ROWS = {
         epochs=8,
         what="16 micro-batches of 32",
         arms="fp32,directq,acsgd,acsgd:2/4",
+        schedule="eager-1f1b",
     ),
     "10Mbps": Row(bps=10e6, job=SLOW, epochs=12, what="8 micro-batches of 16"),
     "100Mbps": Row(bps=100e6, job=LARGE, epochs=4, what="16 micro-batches of 32"),
