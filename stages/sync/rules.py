@@ -17,8 +17,12 @@ from torch import Tensor
 from stages.sync.strategy import State, SyncResult
 
 FLOOR = 0.04
-"""Of its tensor's mean the least that a frozen variance is: a coordinate that the warm-up hardly
-saw moves at most 5 times as fast as others with the same gradient, not `1 / eps` times."""
+"""Of its tensor's mean the variance that a coordinate gets which the warm-up has not seen: it moves
+at most 5 times as fast as others with the same gradient, not `1 / eps` times."""
+
+UNSEEN = 1e-5
+"""Of its tensor's mean: a variance below this says nothing. One above is the coordinate's own,
+however small; raising those too cost 3.6 % of a small GPT's loss."""
 
 
 class Shard(Protocol):
@@ -198,9 +202,12 @@ class FrozenAdam:
         parts = torch.split(variance, list(self._sizes) or [variance.numel()])
         means = [part.mean() if part.numel() else whole for part in parts]
         # A tensor that was not used at all has no scale of its own.
-        floors = [FLOOR * (mean if mean > 0 else whole) for mean in means]
+        scales = [mean if mean > 0 else whole for mean in means]
         self._variance = torch.cat(
-            [torch.maximum(part, floor) for part, floor in zip(parts, floors, strict=True)]
+            [
+                torch.where(part < UNSEEN * scale, FLOOR * scale, part)
+                for part, scale in zip(parts, scales, strict=True)
+            ]
         )
 
     def state_dict(self) -> State:

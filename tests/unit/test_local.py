@@ -211,6 +211,16 @@ def test_a_coordinate_first_seen_after_the_warm_up_moves_about_as_fast_as_the_ot
     assert 1.0 < float(way[3] / way[0]) < 6.0  # it was 10,000 times as fast
 
 
+def test_a_coordinate_whose_gradients_are_small_keeps_its_own_scale() -> None:
+    """A floor for all below a fifth of the mean would have it at a twentieth of its speed."""
+    scale = torch.ones(20)
+    scale[3] = 0.01
+
+    way = way_after_the_freeze(lambda k: 1e-2 * scale, num=20)
+
+    assert float(way[3] / way[0]) == pytest.approx(1.0, rel=0.01)
+
+
 def test_a_tensor_has_a_floor_of_its_own_and_one_never_used_that_of_all() -> None:
     scale = torch.cat([torch.full((10,), 1.0), torch.full((10,), 1e-4), torch.full((10,), 1.0)])
     seen = torch.cat([torch.ones(20), torch.zeros(10)])
