@@ -9,6 +9,7 @@ that pushes frames to the neighbours' actors.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -50,6 +51,17 @@ SPARE = -1
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep Python's lock while another wants it. A compute lane gives it up at
 each torch operation; with Python's default of 5 ms it may wait that long to get on."""
+
+
+def set_aside_what_stays() -> None:
+    """Let Python's collector look only at what is made from now on.
+
+    Torch and Ray are 200,000 objects that never go. A collection that walks through all of them
+    holds Python's lock for some tenths of a second, whichever lane happened to trigger it.
+    """
+    gc.unfreeze()  # what was set aside for an earlier arm may be garbage by now
+    gc.collect()
+    gc.freeze()
 
 
 class StageProcess:
@@ -96,6 +108,7 @@ class StageProcess:
         for codec in (spec.activation_codec, spec.gradient_codec):
             sizing_codec(codec)
         software()
+        set_aside_what_stays()
         return os.getpid()
 
     def become(self, index: int) -> None:
@@ -135,6 +148,8 @@ class StageProcess:
         trouble = self._open_box(compute)
         if self._stage.keeper is not None and not reborn:
             self._loop.submit(self._stage.keeper.start_over()).result()
+        if not reborn:  # whoever takes a place has done it as a spare, and is waited for now
+            set_aside_what_stays()
         return {
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
