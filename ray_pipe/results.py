@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
 
 def vars_of(costs: StageCosts) -> dict[str, Any]:
     """Measured costs as plain numbers."""
-    return {"phases": dict(costs.phases), "push_s": costs.push_s, "deliver_s": costs.deliver_s}
+    return {**asdict(costs), "phases": dict(costs.phases)}
 
 
 def write_all(

@@ -19,6 +19,7 @@ import torch
 from stages.courier import VIEW_NBYTES
 from stages.lanes import ThreadLane
 from stages.measure import measure_stage
+from stages.node_load import LoadWatch, NodeLoad
 from stages.process_state import is_stopped
 from stages.stage_process import StageProcess
 
@@ -28,13 +29,15 @@ class ProbeCalls(StageProcess):
 
     def measure(
         self, ids: tuple[int, ...], source: Any, repeats: int
-    ) -> tuple[dict[str, float], Any]:
-        """CPU seconds of this stage's pieces of work, and its output for the next stage."""
+    ) -> tuple[dict[str, float], Any, NodeLoad | None]:
+        """CPU seconds of this stage's pieces of work, its output for the next stage, and how busy
+        its node was meanwhile."""
         tensor = None if source is None else torch.from_numpy(np.array(source))
+        watch = LoadWatch()
         costs, output = measure_stage(
             self._spec, self._samples, ids, tensor, device=self._device, repeats=repeats
         )
-        return costs, None if output is None else output.cpu().numpy()
+        return costs, None if output is None else output.cpu().numpy(), watch.load()
 
     def cpu_beside_lanes(self) -> float:
         """CPU seconds of this process so far that were no work of a lane: what messages cost."""

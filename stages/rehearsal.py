@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,9 @@ T = TypeVar("T")
 Home = tuple[str, float]
 """The node that a stage is on, and how many cores it has."""
 
+MIN_SHARE = 0.25
+"""Of a node's cores, whatever else it seems to be doing: it may have been a short while."""
+
 MAX_TEMPLATE = 1 << 14
 """Elements of the largest tensor that the simulator gives to a real codec."""
 
@@ -51,6 +55,26 @@ class StageCosts:
 
     deliver_s: float = 0.0
     """Of receiving it."""
+
+    node_load: float | None = None
+    """Cores of its node that were busy, with anything, while this stage was measured."""
+
+    own_load: float = 0.0
+    """Of these, with this stage."""
+
+
+def cores_left(costs: Sequence[StageCosts], homes: Sequence[Home]) -> list[Home]:
+    """The homes less the cores that other processes were using while the stages were measured.
+
+    Stages of one node are measured all at once: what they did not use themselves is others'.
+    """
+    left = {}
+    for node, num_cores in homes:
+        tenants = [own for own, (home, _) in zip(costs, homes, strict=True) if home == node]
+        seen = [own.node_load for own in tenants if own.node_load is not None]
+        others = mean(seen) - sum(own.own_load for own in tenants) if seen else 0.0
+        left[node] = max(num_cores - max(0.0, others), num_cores * MIN_SHARE)
+    return [(node, left[node]) for node, _ in homes]
 
 
 class CostLane:

@@ -19,7 +19,7 @@ from netsim.topology import Topology
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.plans import Arm
 from stages.record import StepRecord
-from stages.rehearsal import Home, StageCosts, simulate
+from stages.rehearsal import Home, StageCosts, cores_left, simulate
 
 NUM_STEPS = 4
 """Steps to simulate; the last one stands for the steady state."""
@@ -63,21 +63,26 @@ def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], tuple[int, ...]
     inputs: list[Any] = [None]
     for index, handle in enumerate(handles[:-1]):
         call = {handle.measure.remote(ids, inputs[-1], 1): index}
-        ((_, output),) = pipeline.gather(call, doing=MEASURING)
+        ((_, output, _),) = pipeline.gather(call, doing=MEASURING)
         inputs.append(output)
     # All at once: stages that share cores and caches in training share them here too.
     calls = {
         handle.measure.remote(ids, source, REPEATS): index
         for index, (handle, source) in enumerate(zip(handles, inputs, strict=True))
     }
-    phases = [costs for costs, _ in pipeline.gather(calls, doing=MEASURING)]
+    costs = [
+        StageCosts(
+            phases=phases,
+            node_load=None if load is None else load.all,
+            own_load=0.0 if load is None else load.own,
+        )
+        for phases, _, load in pipeline.gather(calls, doing=MEASURING)
+    ]
     if len(handles) == 1:
-        return [StageCosts(phases=phases[0])], ()
+        return costs, ()
     sample_shape = tuple(inputs[1].shape[1:])
     push_s, deliver_s = measure_message(pipeline, (len(ids), *sample_shape))
-    return [
-        StageCosts(phases=own, push_s=push_s, deliver_s=deliver_s) for own in phases
-    ], sample_shape
+    return [replace(own, push_s=push_s, deliver_s=deliver_s) for own in costs], sample_shape
 
 
 def measure_message(pipeline: Pipeline, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -136,7 +141,8 @@ def predict(
 ) -> Prediction:
     """Simulate a few steps at these costs, then with free links and with free compute.
 
-    `homes`: the node of each stage and its cores. Only stages of one node share them.
+    `homes`: the node of each stage and its cores. Only stages of one node share them, with whatever
+    else was running there while they were measured; what compute alone allows has all of them.
     """
     free_links = Topology.uniform(arm.topology.num_nodes)
     only_compute = [StageCosts(phases=_only_compute(own)) for own in costs]
@@ -189,10 +195,16 @@ def simulated_step_s(
     *,
     homes: Sequence[Home],
 ) -> float:
-    """The step time of the steady state, in virtual time."""
+    """The step time of the steady state, in virtual time, on cores that others leave free."""
     plans = [replace(arm.plan(step), micro_batches=arm.order.at(0)) for step in range(NUM_STEPS)]
     records: list[list[StepRecord]] = run_virtual(
-        simulate(arm.specs(), plans, costs=costs, sample_shape=sample_shape, homes=homes)
+        simulate(
+            arm.specs(),
+            plans,
+            costs=costs,
+            sample_shape=sample_shape,
+            homes=cores_left(costs, homes),
+        )
     )
     ends = [max(record.end_s for record in step) for step in records]
     return ends[-1] - ends[-2]
