@@ -67,6 +67,7 @@ class GroupGenerator:
         self._parked: dict[int, None] = {}  # have asked and wait until somebody else is idle
         self._groups: dict[int, Group] = {}
         self._left: dict[int, int] = {}  # who has run its last step, and its last request
+        self._num_late = 0  # members who let a lease run out and have not asked since
         self._next_gid = 0
         self._guard = IsolationGuard(isolation_rounds)
 
@@ -95,11 +96,14 @@ class GroupGenerator:
         if number > member.request:
             member.request = number
             member.counter += 1
+            self._num_late -= member.is_late
             member.is_late = False
             if member.free_s is not None:
                 member.steps_s.append(now - member.free_s)
                 member.step_s, member.free_s = statistics.median(member.steps_s), None
-            self._guard.asked([r for r, other in self._members.items() if not other.is_late])
+            if self._guard.asked(len(self._members) - self._num_late):
+                # Once a round: a look at everybody for each who asks would take n^2 a round.
+                self._guard.judge([r for r, other in self._members.items() if not other.is_late])
             if member.group is not None and replica in self._groups[member.group].arrived:
                 self._leave_group(replica, member)  # it went on without telling
         return self._serve(replica, now)
@@ -163,6 +167,7 @@ class GroupGenerator:
         self._idle.pop(replica, None)
         self._parked.pop(replica, None)
         self._guard.forget(replica)
+        self._num_late -= member is not None and member.is_late
         if member is None or member.group is None:
             return []
         return self._cancel(member.group, now=now, but=replica)
@@ -190,6 +195,7 @@ class GroupGenerator:
 
     def _mark_late(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
+            self._num_late += not self._members[replica].is_late
             self._members[replica].is_late = True
             self._guard.forget(replica)
 
@@ -220,6 +226,7 @@ class GroupGenerator:
             )
             for r, counter in state["counters"].items()
         }
+        self._num_late = 0
         self._idle = dict.fromkeys(sorted(self._members))
         self._parked = {}
 

@@ -27,13 +27,15 @@ class IsolationGuard:
     def round(self) -> int:
         return self._num_requests // self._num_replicas
 
-    def asked(self, replicas: Collection[int]) -> None:
-        """Somebody wants a group; once a round, see whether all are connected."""
+    def asked(self, num_replicas: int) -> bool:
+        """One of so many wants a group; whether it is time to `judge`, which is once a round."""
         before = self.round
         self._num_requests += 1
-        self._num_replicas = max(1, len(replicas))
-        if not self.rounds or self.round == before:
-            return
+        self._num_replicas = max(1, num_replicas)
+        return bool(self.rounds) and self.round != before
+
+    def judge(self, replicas: Collection[int]) -> None:
+        """See whether the groups of the last rounds connect all of them."""
         # Half the window is left for the bridge to be built and crossed.
         oldest = self.round - max(1, self.rounds // 2)
         while self._recent and self._recent[0][0] < oldest:

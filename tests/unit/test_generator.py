@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from properties import examples
 
 from stages.sync.generator import GroupGenerator
-from stages.sync.isolation import components
+from stages.sync.isolation import IsolationGuard, components
 from stages.sync.patience import Patience
-from stages.sync.tickets import SOLO, Notice
+from stages.sync.tickets import SOLO, Member, Notice
 
 
 def generator(num: int = 8, **options: object) -> GroupGenerator:
@@ -310,6 +311,37 @@ def test_mutant_without_the_guard_they_stay_apart() -> None:
     done = two_cliques(generator(0, group_size=2, isolation_rounds=0), 100)
 
     assert {*done} == {(0, 1), (2, 3)}
+
+
+class Counted(dict[int, Member]):
+    """Members; counts how often somebody goes through all of them."""
+
+    num_looks = 0
+
+    def items(self) -> Any:
+        self.num_looks += 1
+        return super().items()
+
+
+def looks_at_everybody(num: int, *, rounds: int = 6) -> int:
+    made = generator(num)
+    made._members = members = Counted(made._members)
+    for number in range(1, rounds + 1):
+        for replica in range(num):
+            for notice in ask(made, replica, number, now=float(number)):
+                if notice.gid != SOLO:
+                    made.done(notice.gid, notice.to, number=number, ok=True, now=float(number))
+    return members.num_looks
+
+
+def test_the_guard_looks_at_everybody_once_a_round_not_for_each_who_asks() -> None:
+    assert looks_at_everybody(40) == looks_at_everybody(160) <= 7
+
+
+def test_mutant_a_guard_that_looks_for_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IsolationGuard, "asked", lambda self, num_replicas: True)
+
+    assert looks_at_everybody(160) > 900
 
 
 def test_components_are_named_by_their_smallest_member() -> None:
