@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from netsim.link import Link, LinkLike
@@ -175,7 +176,7 @@ class Fleet:
             self._post(index * self.num_stages + stage, index, stage)
             for stage in range(self.num_stages)
         ]
-        make = self.coder_of or self._parts.coder
+        make = self.coder_of or partial(self._parts.coder, index)
         exchanges = [Exchange(post, make(), history=self._parts.history) for post in posts]
         rules = [self._parts.rule() for _ in posts]
         replica = Replica(

@@ -53,8 +53,10 @@ class Coder(Protocol):
 class VectorCoder:
     """Real vectors with a codec of the registry; a slot names a piece that comes again."""
 
-    def __init__(self, spec: CodecSpec = FP32) -> None:
+    def __init__(self, spec: CodecSpec = FP32, *, replica: int = 0) -> None:
+        """`replica` is whose vectors these are: where rounding draws lots each has its own."""
         self.spec = payload_spec(spec)
+        self._replica = replica
         self.num_nonfinite = 0
         self._codecs: dict[str, Compressor] = {}
         self._memory = VectorMemory()
@@ -156,7 +158,8 @@ class VectorCoder:
     def _codec(self, slot: str) -> Compressor:
         codec = self._codecs.get(slot)
         if codec is None:
-            codec = self._codecs[slot] = make_codec(self.spec, namespace=("replica", slot))
+            namespace = ("replica", self._replica, slot)
+            codec = self._codecs[slot] = make_codec(self.spec, namespace=namespace)
         return codec
 
 

@@ -50,7 +50,10 @@ class Seat:
         self.post = Post(replica=spec.replica, stage=spec.index, link_to=link_to)
         self.parts = Assembly(self.fleet.sync, self.fleet.members)
         self.exchange = Exchange(
-            self.post, self.parts.coder(), lane=stage.lanes.transmit, history=self.parts.history
+            self.post,
+            self.parts.coder(spec.replica),
+            lane=stage.lanes.transmit,
+            history=self.parts.history,
         )
         self.rule: Rule = self.parts.rule()
         self.shard = StageShard(stage.compute)

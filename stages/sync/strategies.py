@@ -124,9 +124,9 @@ class Assembly:
             self._graph = make_graph(self.spec.graph, len(self.members))
         return self._graph
 
-    def coder(self) -> VectorCoder:
-        """What codes the vectors of one stage."""
-        return VectorCoder(self.spec.payload)
+    def coder(self, replica: int) -> VectorCoder:
+        """What codes the vectors of one stage of a replica."""
+        return VectorCoder(self.spec.payload, replica=replica)
 
     @property
     def history(self) -> int:

@@ -90,3 +90,22 @@ def test_no_vector_is_written_to() -> None:
 
     assert torch.equal(a, VECTOR)
     assert torch.equal(b, 2 * VECTOR)
+
+
+def test_where_rounding_draws_lots_each_replica_has_its_own() -> None:
+    spec = CodecSpec(name="directq", bits=4, grid="symmetric", rounding="stochastic")
+    one = VectorCoder(spec, replica=0).encode("up", VECTOR)[1]
+    errors = [
+        VectorCoder(spec, replica=replica).encode("up", VECTOR)[1] - VECTOR for replica in range(8)
+    ]
+    together = float(torch.stack(errors).mean(0).square().mean())
+    alone = float((one - VECTOR).square().mean())
+
+    assert together == pytest.approx(alone / 8, rel=0.05)
+
+
+def test_mutant_the_same_lots_everywhere_round_alike() -> None:
+    spec = CodecSpec(name="directq", bits=2, rounding="stochastic")
+    first, second = (VectorCoder(spec).encode("up", VECTOR)[1] for _ in range(2))
+
+    assert torch.equal(first, second)

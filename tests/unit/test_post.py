@@ -24,7 +24,7 @@ class Wire:
 
 
 def packet() -> Packet:
-    coder = Assembly(SyncSpec(), range(3)).coder()
+    coder = Assembly(SyncSpec(), range(3)).coder(0)
     return coder.encode("test", torch.ones(3), exact=True)[0]
 
 
