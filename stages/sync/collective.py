@@ -9,6 +9,9 @@ members is what it was, to the last bit but for float addition: a member adds `m
 `read` is its own message as the others read it; an owner's loss is that of all g members, so it
 keeps g times that. Without `keep` all members end with the same bits and the loss is the codec's
 (error feedback, if it has any). Sums run in the order of ids, never in that of arrival.
+
+A codec that sends few values of a vector must send the same ones at all members, if they `keep` the
+rest (`stages.sync.picks`): the owner of a piece picks, which takes a letter and a latency more.
 """
 
 from __future__ import annotations
@@ -17,36 +20,67 @@ from typing import Any
 
 from stages.lanes import Lane
 from stages.sync.payload import Coder
+from stages.sync.picks import Picks, only
 from stages.sync.post import Inbox
 from stages.sync.strategy import SyncPlan, SyncResult
 
-OPS = ("up", "down", "pass", "share")
+OPS = ("pick", "up", "down", "pass", "share")
 
 
 class Collective:
     """The reduce of one stage."""
 
-    def __init__(self, *, me: int, inbox: Inbox, coder: Coder, lane: Lane) -> None:
+    def __init__(
+        self, *, me: int, inbox: Inbox, coder: Coder, lane: Lane, picks: Picks | None = None
+    ) -> None:
+        """`picks` of a codec that sends few values."""
         self._me = me
         self._inbox = inbox
         self._coder = coder
         self._lane = lane
+        self._picks = picks
 
     async def reduce(self, plan: SyncPlan, vector: Any) -> SyncResult:
         """The mean of all members' vectors, or what takes the own vector there."""
         if plan.peers == (self._me,):
             return SyncResult(value=vector, delta=None, contributors=plan.peers)
         way = self._ring if plan.route == "ring" else self._direct
-        coder = self._coder
+        coder, picked, nbytes = self._coder, None, 0
+        if plan.keep and self._picks is not None:
+            picked, nbytes = await self._agree_on_picks(plan, vector, self._picks)
+            vector = only(vector, picked)
         value = coder.blank(vector)
-        kept, nbytes = await way(plan, vector, value)
+        kept, sent = await way(plan, vector, value)
+        nbytes += sent
         if not plan.keep:
             return SyncResult(value=value, contributors=plan.peers, nbytes=nbytes)
         if coder.is_exact:  # nothing was lost
             delta = coder.combine([value, vector], [1.0, -1.0])
         else:
             delta = coder.combine([value, coder.join(kept), vector], [1.0, 1.0, -1.0])
+        if picked is not None and self._picks is not None:
+            self._picks.averaged(coder.combine([vector, delta], [1.0, 1.0]), picked)
         return SyncResult(delta=delta, contributors=plan.peers, nbytes=nbytes)
+
+    async def _agree_on_picks(self, plan: SyncPlan, vector: Any, picks: Picks) -> tuple[Any, int]:
+        """Of which coordinates all members speak: of each piece its owner says so."""
+        members, coder, tag = plan.peers, self._coder, (plan.epoch, plan.number)
+        num = len(members)
+        place = members.index(self._me)
+        scores = await self._lane.run("encode", "pick", -1, picks.scores, vector)
+        piece = coder.cut(scores, num)[place]
+        packet, own = await self._encode(f"pick/{num}/{place}", piece, plan)
+        others = _others(place, num)
+        nbytes = self._inbox.send_all(
+            [members[index] for index in others], "pick", tag, part=place, packet=packet
+        )
+        packets = await self._inbox.collect(
+            "pick", tag, [(index, members[index]) for index in others], limit_s=plan.deadline_s
+        )
+        read = {place: own}
+        for index, packet in zip(others, packets, strict=True):
+            read[index] = await self._read(packet)
+        return coder.join([read[index] for index in range(num)]) != 0, nbytes
 
     async def _direct(self, plan: SyncPlan, vector: Any, value: Any) -> tuple[list[Any], int]:
         members, coder, tag = plan.peers, self._coder, (plan.epoch, plan.number)

@@ -20,6 +20,7 @@ from compressors.frame import FrameHeader
 from stages.lanes import Lane
 from stages.sync.collective import OPS, Collective
 from stages.sync.payload import Coder
+from stages.sync.picks import Picks
 from stages.sync.post import Inbox, Post
 from stages.sync.strategy import State, SyncPlan, SyncResult
 from stages.sync.swap import Swap
@@ -56,11 +57,14 @@ class Exchange:
         self.coder = coder
         self.inbox = Inbox(post, (*OPS, "gift", "met"))
         self._lane: Lane = AtOnce() if lane is None else lane
+        self._picks = Picks(coder.density) if coder.density < 1 else None
         self._collective = Collective(
-            me=post.replica, inbox=self.inbox, coder=coder, lane=self._lane
+            me=post.replica, inbox=self.inbox, coder=coder, lane=self._lane, picks=self._picks
         )
         self.updates = Updates(post=post, coder=coder, lane=self._lane, history=history)
-        self.swap = Swap(post=post, inbox=self.inbox, coder=coder, lane=self._lane)
+        self.swap = Swap(
+            post=post, inbox=self.inbox, coder=coder, lane=self._lane, picks=self._picks
+        )
         self.anchor: Any = None
         """What all replicas started from; lossy codecs code the way from it, which is smaller."""
 
@@ -119,6 +123,7 @@ class Exchange:
             "coder": self.coder.state_dict(),
             "updates": self.updates.state_dict(),
             "swap": self.swap.state_dict(),
+            **({} if self._picks is None else {"picks": self._picks.state_dict()}),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -126,6 +131,8 @@ class Exchange:
         self.swap.load_state_dict(state["swap"])
         self.coder.load_state_dict(state["coder"])
         self.updates.load_state_dict(state["updates"])
+        if self._picks is not None and "picks" in state:
+            self._picks.load_state_dict(state["picks"])
 
     async def _run(self, plan: SyncPlan, vector: Any) -> SyncResult:
         start = asyncio.get_running_loop().time()

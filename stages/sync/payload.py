@@ -34,6 +34,8 @@ class Coder(Protocol):
 
     @property
     def is_exact(self) -> bool: ...
+    @property
+    def density(self) -> float: ...
 
     def cut(self, vector: Any, num: int) -> list[Any]: ...
     def join(self, pieces: Sequence[Any]) -> Any: ...
@@ -62,6 +64,10 @@ class VectorCoder:
         self._memory = VectorMemory()
         self.is_exact = split_name(self.spec.name) == ("fp32", ())
         """What is read is what was sent."""
+
+        is_sparse = split_name(self.spec.name)[0] == "topk"
+        self.density = self.spec.density if is_sparse else 1.0
+        """The share of values that is sent at all."""
 
     def cut(self, vector: Tensor, num: int) -> list[Tensor]:
         """`num` pieces of nearly equal length."""

@@ -108,10 +108,8 @@ class Post:
             body={"op": op} if body is None else {"op": op, **body},
         )
         frame = self._wire.pack(header, packet)
-        if packet is not None and self._wire in (
-            FRAMES,
-            LETTERS,
-        ):  # a simulated one knows only its size
+        # A simulated letter knows only its size; a pick is no vector that would be sent otherwise.
+        if packet is not None and op != "pick" and self._wire in (FRAMES, LETTERS):
             num_values = packet.meta.get("num_values") or math.prod(packet.shape)
             self.fp32_nbytes += 4 * int(num_values) * len(targets)
         for target in targets:

@@ -51,6 +51,7 @@ class PricedCoder:
     """A vector that is nothing but its size on the wire."""
 
     is_exact = True
+    density = 1.0
 
     def __init__(self, nbytes: int) -> None:
         self._packets: dict[int, PricedPacket] = {}

@@ -259,7 +259,8 @@ class StaticRipples(Roster):
 
         self._unanswered: list[FrameHeader] = []
         self._put, self._answer = post.handlers["up"], post.handlers["again"]
-        post.handlers |= {"up": self._on_letter, "again": self._on_letter, "skip": self._on_skip}
+        first = dict.fromkeys(("pick", "up", "again"), self._on_letter)
+        post.handlers |= {**first, "skip": self._on_skip}
 
     async def plan(self, k: int) -> SyncPlan:
         self._planned = k

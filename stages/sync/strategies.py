@@ -23,6 +23,9 @@ from stages.sync.ripples import Ripples, StaticRipples
 from stages.sync.rules import FrozenAdam, GradientMean, OuterStep, ParameterMove, Rule
 from stages.sync.strategy import SyncStrategy
 
+KEEPS_LOSS: Final = ("ripples", "hop", "ad-psgd")
+"""Strategies that send parameters: whoever rounds keeps what was lost, without `+ef`."""
+
 
 class SyncSpecError(ValueError):
     """Options that no fleet of this size can work with, with the way out."""
@@ -92,12 +95,18 @@ class SyncSpec:
 
     @property
     def payload(self) -> CodecSpec:
-        """The codec of what replicas send; quantized-adam keeps both its errors."""
+        """The codec of what replicas send; quantized-adam keeps both its errors.
+
+        Where parameters are sent what rounding lost is still in them when they are sent again:
+        `+ef` would add it a second time, and with top-k once for each time that it was not sent.
+        """
         spec = payload_spec(self.codec)
         base, suffixes = split_name(spec.name)
-        if self.name == "quantized-adam" and base != "fp32" and "ef" not in suffixes:
-            return replace(spec, name="+".join([base, "ef", *suffixes]))
-        return spec
+        if self.name in KEEPS_LOSS:
+            suffixes = tuple(suffix for suffix in suffixes if suffix != "ef")
+        elif self.name == "quantized-adam" and base != "fp32" and "ef" not in suffixes:
+            suffixes = ("ef", *suffixes)
+        return replace(spec, name="+".join([base, *suffixes]))
 
     def patience(self) -> Patience:
         """A limit for one kind of wait."""

@@ -5,7 +5,8 @@
 where Q is what the other one reads, so the sum of the two stays what it was under any codec. The
 one who is asked speaks for its parameters of the last flush and what has been agreed on since, and
 adds that at its next flush. An answer is kept until the other one has it: asked again, it is given
-again and counts once.
+again and counts once. Of a codec that sends few values the one who asks picks which, and the answer
+is about the same (`stages.sync.picks`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from compressors.base import Packet
 from compressors.frame import FrameHeader
 from stages.lanes import Lane
 from stages.sync.payload import Coder
+from stages.sync.picks import Picks, only
 from stages.sync.post import Inbox, Post
 from stages.sync.strategy import State, SyncPlan, SyncResult
 
@@ -24,11 +26,21 @@ from stages.sync.strategy import State, SyncPlan, SyncResult
 class Swap:
     """The meetings of one stage."""
 
-    def __init__(self, *, post: Post, inbox: Inbox, coder: Coder, lane: Lane) -> None:
+    def __init__(
+        self,
+        *,
+        post: Post,
+        inbox: Inbox,
+        coder: Coder,
+        lane: Lane,
+        picks: Picks | None = None,
+    ) -> None:
+        """`picks` of a codec that sends few values."""
         self._post = post
         self._inbox = inbox
         self._coder = coder
         self._lane = lane
+        self._picks = picks
         self._base: Any = None
         self._pending: Any = None
         self._answers: dict[int, tuple[tuple[int, int], Packet | None]] = {}
@@ -56,9 +68,7 @@ class Swap:
         if not plan.peers:
             return SyncResult(delta=agreed, contributors=(self._post.replica,))
         (peer,) = plan.peers
-        packet, own = await self._lane.run(
-            "encode", "swap", -1, coder.encode, f"meet/{peer}", self._base
-        )
+        packet, own = await self._lane.run("encode", "swap", -1, self._question, peer)
         nbytes = self._inbox.send(peer, "meet", tag, part=0, packet=packet)
         (answer,) = await self._inbox.collect("met", tag, [(0, peer)], limit_s=plan.deadline_s)
         self._inbox.forget_sent(peer)  # the answer proves that the question came
@@ -66,6 +76,8 @@ class Swap:
         other = await self._lane.run("decode", "swap", -1, coder.decode, answer)
         half = coder.combine([other, own], [0.5, -0.5])
         self._base = coder.combine([self._base, half], [1.0, 1.0])
+        if self._picks is not None:
+            self._picks.averaged(self._base, own != 0)
         delta = half if agreed is None else coder.combine([agreed, half], [1.0, 1.0])
         return SyncResult(
             delta=delta, contributors=tuple(sorted((self._post.replica, peer))), nbytes=nbytes
@@ -124,12 +136,21 @@ class Swap:
             self.num_answered += 1
             self._answer(source, tag, answer)
 
+    def _question(self, peer: int) -> tuple[Packet, Any]:
+        coder, base = self._coder, self._base
+        if self._picks is not None:
+            _, read = coder.encode("pick", self._picks.scores(base))
+            base = only(base, read != 0)
+        return coder.encode(f"meet/{peer}", base)
+
     def _half_way(self, source: int, packet: Packet) -> tuple[Packet, Any]:
         coder = self._coder
         other = coder.decode(packet)
         current = self._base
         if self._pending is not None:
             current = coder.combine([self._base, self._pending], [1.0, 1.0])
+        if self._picks is not None:
+            current = only(current, other != 0)
         answer, own = coder.encode(f"met/{source}", current)
         coder.commit()
         return answer, coder.combine([other, own], [0.5, -0.5])

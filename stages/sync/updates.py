@@ -7,7 +7,9 @@ receiver that lacks the base asks for it at once and gets a cold one, the public
 where that is forgotten, the newest. Exact codecs send it always.
 
 Mixing with fixed weights and public copies, `x_i += sum_j W_ij (public_j - public_i)`, keeps the
-mean of the replicas exact, whatever the codec loses.
+mean of the replicas exact, whatever the codec loses. Where most values are not sent at all a public
+copy is many iterations old, and going the whole way towards it at each of them overshoots further
+every time: the way is then a share of it, as in CHOCO, `x_i += PULL density sum_j W_ij (...)`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ from stages.sync.strategy import State, SyncPlan, SyncResult
 
 START = -1
 """The tag before the first."""
+
+
+PULL = 1.5
+"""Times the density. 1 to 2 agree soonest, on a ring as on a complete graph, at densities from 0.01
+to 0.3; 3 parts a complete graph of 8 for good."""
 
 
 def spent(mixed: int, tag: int) -> int:
@@ -45,6 +52,7 @@ class Updates:
         self._coder = coder
         self._lane = lane
         self._history = history
+        self._pull = min(1.0, PULL * coder.density) if coder.density < 1 else 1.0
         self._published: dict[int, Any] = {}
         self._tag = START
         self._sent_to: dict[int, int] = {}
@@ -83,7 +91,7 @@ class Updates:
             # A neighbour that never spoke, or has just gone, counts as oneself.
             if tag is not None and source in self._versions:
                 vectors.append(self._versions[source][tag])
-                weights.append(weight)
+                weights.append(self._pull * weight)
         if not vectors:
             return SyncResult(contributors=(me,))
         delta = self._coder.combine([*vectors, base], [*weights, -sum(weights)])
