@@ -124,10 +124,10 @@ def decode_id_lists(packet: Packet) -> tuple[Ids, npt.NDArray[np.int64] | None]:
         if num * each != n:
             raise CodecError(f"{num} lists of {each} ids are not {n} ids; the packet is damaged")
         return ids, np.full(num, each, np.int64)
-    lengths = decode_varints(_part(packet, 1), num).astype(np.int64)
-    if int(lengths.sum()) != n:
-        raise CodecError(f"lists of {int(lengths.sum())} ids in all, {n} came")
-    return ids, lengths
+    lengths = decode_varints(_part(packet, 1), num)
+    if (lengths > n).any() or int(lengths.sum()) != n:  # at most 2 ** 28 of them: no overflow
+        raise CodecError(f"lists of {lengths[:8].tolist()}… ids, {n} came in all")
+    return ids, lengths.astype(np.int64)
 
 
 # --- bits and bytes -------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def decode_varints(part: Any, n: int) -> Words:
         raise CodecError(f"{len(ends)} numbers in {len(raw)} bytes, {n} were announced")
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])[:n]
     sizes = ends - starts + 1
-    if sizes.max(initial=0) > 10:
+    if sizes.max(initial=0) > 10 or (raw[ends[sizes == 10]] > 1).any():
         raise CodecError("a number of more than 64 bits; the packet is damaged")
     values = np.zeros(n, np.uint64)
     for place in range(int(sizes.max(initial=0))):

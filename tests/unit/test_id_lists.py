@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties import examples
 
+from compressors import id_lists
 from compressors.base import CodecError
 from compressors.frame import FrameHeader, pack, unpack
-from compressors.id_lists import decode_id_lists, decode_ids, dedupe, encode_id_lists, encode_ids
+from compressors.id_lists import (
+    decode_id_lists,
+    decode_ids,
+    decode_varints,
+    dedupe,
+    encode_id_lists,
+    encode_ids,
+    encode_varints,
+)
 from stages.embedding.letters import ids_packet, read_ids
 from stages.embedding.row_rules import Sgd
 from stages.embedding.shard_terms import IdSet
@@ -187,3 +196,129 @@ def test_an_index_beyond_its_ids_is_refused() -> None:
 
     with pytest.raises(CodecError, match="beyond its 3 ids"):
         decode_id_lists(replace(packet, parts=(b"\xff" * len(packet.parts[0]),)))
+
+
+# --- numbers of seven bits a byte -----------------------------------------------------------------
+
+SEVENS = [
+    (0, "00"),
+    (1, "01"),
+    ((1 << 7) - 1, "7f"),
+    (1 << 7, "8001"),
+    ((1 << 14) - 1, "ff7f"),
+    (1 << 14, "808001"),
+    ((1 << 21) - 1, "ffff7f"),
+    (1 << 21, "80808001"),
+    ((1 << 28) - 1, "ffffff7f"),
+    (1 << 28, "8080808001"),
+    ((1 << 35) - 1, "ffffffff7f"),
+    (1 << 35, "808080808001"),
+    ((1 << 42) - 1, "ffffffffff7f"),
+    (1 << 42, "80808080808001"),
+    ((1 << 49) - 1, "ffffffffffff7f"),
+    (1 << 49, "8080808080808001"),
+    ((1 << 56) - 1, "ffffffffffffff7f"),
+    (1 << 56, "808080808080808001"),
+    ((1 << 63) - 1, "ffffffffffffffff7f"),
+    (1 << 63, "80808080808080808001"),
+    ((1 << 64) - 1, "ffffffffffffffffff01"),
+]
+"""The largest number of each length and the smallest of the next, as they are written."""
+
+
+def written(value: int) -> str:
+    return encode_varints(np.array([value], np.uint64)).hex()
+
+
+@pytest.mark.parametrize(("value", "coded"), SEVENS)
+def test_a_number_takes_a_byte_for_every_seven_bits(value: int, coded: str) -> None:
+    assert written(value) == coded
+    assert decode_varints(bytes.fromhex(coded), 1).tolist() == [value]
+
+
+def test_numbers_of_all_lengths_stand_one_after_the_other() -> None:
+    values = np.array([value for value, _ in SEVENS], np.uint64)
+    coded = "".join(part for _, part in SEVENS)
+
+    assert encode_varints(values).hex() == coded
+    assert decode_varints(bytes.fromhex(coded), len(SEVENS)).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [
+        "80808080808080808002",  # 2 ** 64
+        "ffffffffffffffffff7f",
+        "8080808080808080808001",  # eleven bytes
+    ],
+)
+def test_a_number_of_more_than_sixty_four_bits_is_refused(coded: str) -> None:
+    with pytest.raises(CodecError, match="more than 64 bits"):
+        decode_varints(bytes.fromhex(f"01{coded}"), 2)
+
+
+@pytest.mark.parametrize(
+    ("coded", "num"), [("80", 1), ("0180", 1), ("0101", 1), ("", 1), ("01", 0)]
+)
+def test_numbers_that_are_cut_or_too_many_are_refused(coded: str, num: int) -> None:
+    with pytest.raises(CodecError, match="were announced"):
+        decode_varints(bytes.fromhex(coded), num)
+
+
+def without_a_tenth_byte(values: Any) -> Any:
+    return np.minimum(SIZES(values), 9)
+
+
+def with_a_wrong_limit(values: Any) -> Any:
+    sizes = np.ones(len(values), np.int64)
+    for place in range(1, 10):
+        sizes += values > np.uint64(1 << (7 * place))
+    return sizes
+
+
+SIZES = id_lists._num_sevens
+
+
+@pytest.mark.parametrize(
+    ("mutant", "num_wrong"), [(without_a_tenth_byte, 2), (with_a_wrong_limit, 9)]
+)
+def test_mutant_lengths_are_seen(
+    monkeypatch: pytest.MonkeyPatch, mutant: Any, num_wrong: int
+) -> None:
+    monkeypatch.setattr(id_lists, "_num_sevens", mutant)
+
+    assert sum(written(value) != coded for value, coded in SEVENS) == num_wrong
+
+
+@pytest.mark.parametrize("form", ["raw", "varint"])
+def test_the_widest_gaps_survive_in_both_forms_that_can_hold_them(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = ids(-(1 << 63), -(1 << 63) + 1, -1, 0, 127, 128, 1 << 62, (1 << 63) - 1)
+    monkeypatch.setattr(id_lists, "min", lambda *_, **__: form, raising=False)
+    monkeypatch.setattr(id_lists, "_rice_bits", lambda *_: (0, 0))
+
+    packet = encode_ids(sent)
+
+    assert packet.meta["form"] == form
+    assert decode_ids(through_the_wire(packet)).tolist() == sent.tolist()
+
+
+def test_ids_at_both_ends_are_a_gap_of_sixty_four_bits_in_a_varint_too() -> None:
+    packet = encode_ids(ids(-(1 << 63), (1 << 63) - 1))
+    whole = replace(
+        packet,
+        meta=packet.meta | {"form": "varint"},
+        parts=(bytes.fromhex("feffffffffffffffff01"),),
+    )
+
+    assert decode_ids(whole).tolist() == [-(1 << 63), (1 << 63) - 1]
+
+
+def test_lists_of_a_negative_or_impossible_length_are_refused() -> None:
+    packet = encode_id_lists(ids(1, 2, 3), np.array([1, 2], np.int64))
+    for lengths in ([4, (1 << 64) - 1], [(1 << 64) - 1, 4]):  # they add up to three
+        parts = (packet.parts[0], encode_varints(np.array(lengths, np.uint64)))
+
+        with pytest.raises(CodecError, match="3 came in all"):
+            decode_id_lists(replace(packet, parts=parts))
