@@ -64,9 +64,8 @@ class ShardServer:
         self._sessions[client] = session
         self.shard.on_new_client()
         for ticket in [t for t, owner in self._client_of.items() if owner == client]:
-            del self._client_of[ticket]
-            for settled in self.shard.void(ticket):
-                self._acknowledge(settled, self._client_of.pop(settled.ticket, client))
+            if self._client_of.pop(ticket, None) is not None:  # else settled with one before it
+                self._settle(client, self.shard.void(ticket))
 
     def _serve(
         self, op: str, client: int, ticket: int, header: FrameHeader, packet: Packet | None

@@ -363,6 +363,39 @@ def test_a_shard_that_dies_and_restarts_empty_costs_counted_pushes_and_no_permit
     assert net.permits.free == 3
 
 
+def test_a_client_that_begins_anew_leaves_nothing_open_though_a_push_was_held() -> None:
+    """The push of its first step was lost, that of the second held, the third never pushed."""
+
+    async def run() -> tuple[list[int], dict[str, int], list[Any]]:
+        net = Net((table(),), tau=2, shards=1, session=1)
+        (client,), (shard,) = net.clients, net.shards
+        steps = [await client.pull(client.announce(batch)) for batch in batches(3)]
+        for number, step in enumerate(steps):
+            sum_of_squares(number, step)
+        client.push_soon(steps[1])
+        await asyncio.sleep(1.0)
+        assert (shard.num_open, shard.version) == (3, 0)
+
+        again = Hybrid(
+            net.tables, permits=Permits(2, first_ticket=100), links=net.there[0], wire=EXACT,
+            session=2, deadline_s=1.0, num_tries=2,
+        )  # fmt: skip
+        net.back[0][0].deliver = again.on_frame
+        await again.run(batches(4, seed=1), sum_of_squares)
+        left = list(client._pushes)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        return [shard.num_open, shard.version], shard.stats(), list(net.servers[0]._client_of)
+
+    (num_open, version), stats, owners = run_virtual(run(), limit_s=1e4)
+
+    assert num_open == 0
+    assert version == 1 + 4  # the one that was held, and those of the new life
+    assert stats["voided"] == 2
+    assert owners == []
+
+
 def test_a_loss_that_raises_voids_its_step_and_brings_every_permit_home() -> None:
     async def run() -> Net:
         net = Net((table(),), tau=3)
