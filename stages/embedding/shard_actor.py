@@ -248,9 +248,10 @@ class ShardActor:
 
     def _rows(self, table: str) -> tuple[Any, Any]:
         assert self._server is not None
-        rows = self._server.shard.store[table]
-        keys = np.sort(np.concatenate([np.empty(0, np.int64), *(p.keys for p in rows.scan())]))
-        return keys, rows.lookup(keys, train=False)[0]
+        shard = self._server.shard
+        parts = [part.keys for part in shard.store[table].scan()]
+        keys = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
+        return keys, shard.rows[table].read(keys).weights  # those on disk too
 
     def ping(self) -> int:
         """The process id, as a sign of life."""

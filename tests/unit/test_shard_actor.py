@@ -72,3 +72,27 @@ def test_the_shard_of_an_arm_is_gone_with_its_memory_and_disk_when_the_next_begi
     assert actor.troubles == []
     actor._on_loop(actor._let_go)
     actor._loop.stop()
+
+
+def test_all_rows_are_told_those_on_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: Any = type("Context", (), {"get_node_id": lambda self: "here"})()
+    monkeypatch.setattr(shard_actor.ray, "get_runtime_context", lambda: context)
+    actor = ShardActor(0)
+    actor.setup(spec(tmp_path), place(0))
+    assert actor._server is not None
+    shard = actor._server.shard
+    pulled = {}
+    for ticket in (1, 2):
+        there = np.arange(8 * ticket, 8 * ticket + 8, dtype=np.int64)
+        rows = shard.pull(ticket, {"a": IdSet(ids=there)}).tables["a"].weights
+        pulled |= dict(zip(there.tolist(), rows.tolist(), strict=True))
+        shard.void(ticket)
+    assert shard.stats()["spilled_rows"] == 8
+
+    keys, weights = actor.rows("a")
+
+    assert dict(zip(keys.tolist(), weights.tolist(), strict=True)) == pulled
+    actor._on_loop(actor._let_go)
+    actor._loop.stop()
