@@ -27,5 +27,9 @@ class RowsOnDiskError(RowStoreError):
     """Rows are spilled; recall them first."""
 
 
+class SpillBusyError(RowStoreError):
+    """Another process, or another model, spills to that folder."""
+
+
 class NonFiniteGradientError(RowStoreError):
     """A gradient has infinities or NaNs. Nothing was applied."""

@@ -5,7 +5,7 @@ replaces each that has not changed since. Coming back: `announce` reads in bulk 
 whose marker still names that record. A record is called (key, stamp), so an old snapshot still
 finds the row it saw after the row has come back, learned and gone down again; what nobody can see
 any more is deleted. The disk is a cache of this process, not a checkpoint: it is emptied at the
-start.
+start, and nobody else may have it (`spill_lock`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from stages.embedding.row_errors import RowStoreError, StoreFullError
 from stages.embedding.row_records import Records
 from stages.embedding.row_store import RowStore
 from stages.embedding.row_table import SPILLED, RowTable
+from stages.embedding.spill_lock import FolderLock
 
 Name = tuple[int, int]
 """A record on disk: key and stamp."""
@@ -64,6 +65,7 @@ class LmdbTier:
 
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.directory)
         self._lmdb = lmdb
         self._env = lmdb.open(str(self.directory), map_size=max_bytes, max_dbs=0, readahead=False)
         with self._env.begin(write=True) as txn:
@@ -109,6 +111,7 @@ class LmdbTier:
         self._env.close()
         for name in ("data.mdb", "lock.mdb"):
             (self.directory / name).unlink(missing_ok=True)
+        self._lock.release()
 
 
 class SpillingTable:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.embedding.row_errors import RowsOnDiskError, StoreFullError
+from stages.embedding import spill_lock
+from stages.embedding.row_errors import RowsOnDiskError, SpillBusyError, StoreFullError
 from stages.embedding.row_rules import Adagrad, Adam, RowAdagrad, Uniform
 from stages.embedding.row_spill import LmdbTier, Name, SpillCorruptError, SpillingTable
 from stages.embedding.row_store import RowStore
 from stages.embedding.shard import Shard
+from stages.embedding.spill_lock import FolderLock
 from stages.embedding.tables import Table
 
 CORES = ["native", "twin"]
@@ -254,3 +259,51 @@ def test_rows_on_disk_still_take_the_bytes_that_the_documents_say(
     assert stats["spilled_rows"] > 0.8 * stats["rows"]
     assert "on disk, which keep about 46 bytes each here" in str(caught.value)
     assert "evict instead of spilling" in str(caught.value)
+
+
+# --- a folder of one's own ------------------------------------------------------------------------
+
+OTHER_RUN = """
+import sys
+from pathlib import Path
+from stages.embedding.row_spill import LmdbTier
+tier = LmdbTier(sys.argv[1], max_bytes=1 << 24)
+tier.write_batch([(7, 1)], [b"other"])
+print("there", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_folder_that_another_run_spills_to_is_refused_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are called by key and stamp: two runs would read each other's rows as their own."""
+    monkeypatch.setattr(spill_lock, "WAIT_S", 0.0)
+    mine = LmdbTier(tmp_path, max_bytes=1 << 24)
+    mine.write_batch([(7, 1)], [b"mine"])
+    with pytest.raises(SpillBusyError, match=r"in use by process \d+; give each run"):
+        LmdbTier(tmp_path, max_bytes=1 << 24)
+    assert mine.read_batch([(7, 1)]) == [b"mine"]
+    mine.close()
+    assert list(tmp_path.iterdir()) == []
+
+    command = [sys.executable, "-c", OTHER_RUN, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "there\n"
+        with pytest.raises(SpillBusyError, match=f"in use by process {other.pid};"):
+            LmdbTier(tmp_path, max_bytes=1 << 24)
+        other.kill()
+        other.wait()
+
+    FolderLock(tmp_path, wait_s=5.0).release()  # the lock ended with the process
+
+
+def test_who_is_forgotten_lets_go_of_the_folder(tmp_path: Path) -> None:
+    FolderLock(tmp_path)
+    gc.collect()
+
+    FolderLock(tmp_path, wait_s=0.0).release()
+    assert list(tmp_path.iterdir()) == []
