@@ -186,10 +186,12 @@ struct PyTable {
   }
   std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> prune(uint64_t max_alive,
                                                                      Array<const float> weights) const {
-    if (weights.size() != table->config.chunks)
-      throw std::invalid_argument("prune wants a weight for each column of chunks");
+    const size_t ages = weights.size() / table->config.chunks;
+    if (!ages || weights.size() % table->config.chunks)
+      throw std::invalid_argument("prune wants lines of a weight for each column of chunks");
     const nb::gil_scoped_release free;
-    const auto r = rows::prune(*store, *table, max_alive, weights.data());
+    const auto r =
+        rows::prune(*store, *table, max_alive, weights.data(), static_cast<uint32_t>(ages));
     return {r.rows, r.pruned, r.regrown, r.dropped, r.alive};
   }
   Stats stats() const {
@@ -268,7 +270,7 @@ Stats store_stats(const Store& store) {
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.attr("ROWS_ABI") = 4;
+  m.attr("ROWS_ABI") = 5;
   m.def("row_procedures", &procedure_names);
   nb::exception<SnapshotExpired>(m, "SnapshotExpired", PyExc_RuntimeError);
 

@@ -131,8 +131,10 @@ size_t order(Store& store, Table& table, size_t limit, int64_t* keys, uint64_t* 
 struct PruneResult {
   uint64_t rows = 0, pruned = 0, regrown = 0, dropped = 0, alive = 0;
 };
-// `weights`: of each column of chunks, by which utilities are multiplied before they are ranked.
-PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const float* weights);
+// `weights`: of each column of chunks, by which utilities are multiplied before they are ranked; one
+// line for each number of idle periods from 0 on, the last of the `ages` lines for all above.
+PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const float* weights,
+                  uint32_t ages = 1);
 // Packs the rows of each size into as few slabs as hold them. Returns how many slabs were emptied.
 size_t compact(Store& store);
 

@@ -1,7 +1,8 @@
 // Pruning by utility, to a number of chunks; and giving the memory back.
 //
-// All chunks of all rows are ranked by utility times the weight of their column (a histogram of half
-// floats: exact and one pass). Falling weights make rows agree on the columns they keep.
+// All chunks of all rows are ranked by utility times the weight of their column, and of how long the
+// row was not used (a histogram of half floats: exact and one pass). Weights that fall from column to
+// column make rows agree on the columns they keep.
 // Those above the cut live, the others go; at the cut, chunks that live stay first, and the order of
 // hashes decides. A chunk that comes back is zero, with fresh state. Rows change by commits, so a
 // reader sees the old row or the new, never a mix.
@@ -70,7 +71,8 @@ void each_row(Store& store, Worker& worker, Table& table, Visit visit, After aft
 
 }  // namespace
 
-PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const float* weights) {
+PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const float* weights,
+                  uint32_t ages) {
   const Borrowed borrowed(store);
   Worker& worker = *borrowed;
   const uint32_t k = table.config.chunks;
@@ -81,9 +83,10 @@ PruneResult prune(Store& store, Table& table, uint64_t max_alive_chunks, const f
   const auto score = [&](const Version* row) {
     table.utilities(row, u);
     useless = true;
+    const float* weight = weights + size_t{k} * std::min(table.idle_periods(row), ages - 1);
     for (uint32_t c = 0; c < k; ++c) {
       useless = useless && u[c] == 0;
-      u[c] = half_of(float_of(u[c]) * weights[c]);
+      u[c] = half_of(float_of(u[c]) * weight[c]);
     }
   };
   each_row(store, worker, table, [&](const Version* row) {

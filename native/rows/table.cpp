@@ -211,7 +211,8 @@ void Table::reshape(Version* fresh, const Version* old, uint8_t alive) const {
   const std::vector<float> zeros(config.dim, 0.0f);
   fill(fresh, old->key, zeros.data(), alive);
   fresh->accumulator = old->accumulator;
-  if (utility_bytes_) utilities(old, reinterpret_cast<uint16_t*>(fresh->payload()) + 1);
+  // With the epoch that they are of: a cut is no use of the row.
+  std::memcpy(fresh->payload(), old->payload(), utility_bytes_);
   uint32_t from = 0, to = 0;
   for (uint32_t c = 0; c < config.chunks; ++c) {
     const bool had = old->alive() >> c & 1, has = alive >> c & 1;
@@ -230,6 +231,13 @@ void Table::utilities(const Version* v, uint16_t* out) const {
   const auto* stored = reinterpret_cast<const uint16_t*>(v->payload());
   const float decay = decay_since(stored[0]);
   for (uint32_t c = 0; c < config.chunks; ++c) out[c] = half_of(float_of(stored[1 + c]) * decay);
+}
+
+uint32_t Table::idle_periods(const Version* v) const {
+  uint16_t before;
+  std::memcpy(&before, v->payload(), 2);
+  const uint32_t passed = (epoch.load(std::memory_order_relaxed) - before) & 0xffff;
+  return passed > 0 ? passed - 1 : 0;
 }
 
 }  // namespace ray_pipe::rows

@@ -104,6 +104,8 @@ class Table {
 
   // Utilities as of now, decayed by the prunes since they were written, as half floats.
   void utilities(const Version* v, uint16_t* out) const;
+  // Whole periods between prunes without a step on the row: 0 if it learned in the last one.
+  uint32_t idle_periods(const Version* v) const;
 
  private:
   float* chunk_at(Version* v, uint32_t rank) const {

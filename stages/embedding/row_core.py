@@ -12,7 +12,7 @@ from typing import Any
 from compressors import native as cores
 from stages.embedding import row_store_twin
 
-ROWS_ABI = 4
+ROWS_ABI = 5
 """Of the row store in `ray_pipe_native`; raised when one of its entry points changes."""
 
 _log = logging.getLogger("ray_pipe")

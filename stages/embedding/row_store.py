@@ -144,7 +144,9 @@ class RowStore:
         )
         evicts = lru and not spill
         self._tables[name] = RowTable(
-            self._commons, table, name, dim, chunks, optimizer, max_rows, spill, evicts=evicts
+            *(self._commons, table, name, dim, chunks, optimizer, max_rows, spill),
+            evicts=evicts,
+            decay=decay,
         )
         self._commons.add(self._tables[name])
         return self._tables[name]

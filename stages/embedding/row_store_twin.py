@@ -326,8 +326,11 @@ class RowTable(Versions):
     # --- pruning, progress ------------------------------------------------------------------------
 
     def prune(self, max_alive: int, weights: F32, /) -> tuple[int, int, int, int, int]:
+        lines = weights.reshape(-1, self.shape.chunks)
+
         def scores(row: Row) -> list[int]:
-            return [int(u) for u in self.shape.current(row, self.epoch, weights)]
+            age = min(self.shape.idle_periods(row, self.epoch), len(lines) - 1)
+            return [int(u) for u in self.shape.current(row, self.epoch, lines[age])]
 
         with self.store.lock:
             self.epoch += 1
@@ -360,7 +363,7 @@ class RowTable(Versions):
                     self.commit({key: None})
                     dropped += 1
                 elif alive != row.alive:
-                    self.commit({key: self.shape.reshape(row, alive, self.epoch)})
+                    self.commit({key: self.shape.reshape(row, alive)})
                 else:
                     continue
                 pruned += (row.alive & ~alive).bit_count()

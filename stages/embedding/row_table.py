@@ -19,6 +19,7 @@ from stages.embedding.row_errors import (
     StoreFullError,
 )
 from stages.embedding.row_records import Records
+from stages.embedding.row_taper import column_weights
 
 PAYLOAD_ROWS = {"put": 1, "add": 1, "delta_step": 1, "optimize": 1, "compare_and_put": 2}
 PROCEDURES = ("get", "get_or_init", *PAYLOAD_ROWS, "follow", "prune", "evict", "commit_if")
@@ -59,9 +60,10 @@ class RowTable:
         max_rows: int,
         spill: bool,
         evicts: bool = False,
+        decay: float = 1.0,
     ) -> None:
         self.name, self.dim, self.chunks, self.max_rows = name, dim, chunks, max_rows
-        self.optimizer, self.spill = optimizer, spill
+        self.optimizer, self.spill, self.decay = optimizer, spill, decay
         self.evicts = evicts
         """Drops its oldest rows for room."""
 
@@ -285,7 +287,8 @@ class RowTable:
         Chunks above the cut that were gone come back as zeros with fresh state. Rows without chunks
         whose utility has decayed to nothing are dropped. Bytes count rows with their headers and
         the index at its present load; call `RowStore.compact` to give freed memory back.
-        Column c competes with its utilities over (c + 1) ** `taper`: rows give up the last first.
+        Column c competes with its utilities over (c + 1) ** `taper`: rows give up the last first,
+        but for rows that are not used any more (`row_taper`).
         """
         if self.chunks == 1:
             raise ValueError(f"table {self.name!r} has one chunk; pruning needs `chunks` of 2 to 8")
@@ -304,8 +307,8 @@ class RowTable:
             fixed = resident * bare + stats["index_bytes"] + stats["queue_bytes"]
             chunks = max(0, (target_bytes - fixed) // per_chunk)
         self._store.check_alive()
-        weights = np.arange(1, self.chunks + 1, dtype=np.float64) ** -taper
-        return Pruned(*self.core.prune(int(chunks), weights.astype(np.float32)))
+        weights = column_weights(self.chunks, taper=taper, decay=self.decay)
+        return Pruned(*self.core.prune(int(chunks), weights))
 
     @property
     def state(self) -> int:

@@ -111,7 +111,7 @@ def _one(call: Call, name: str, i: int) -> int:
                 call.seen[i] = row is not None
             alive = int(call.modes[i]) & shape.all_chunks
             if row is not None and row.alive != alive:
-                call.writes[key] = shape.reshape(row, alive, call.table.epoch)
+                call.writes[key] = shape.reshape(row, alive)
             return OK
         case "commit_if":
             if call.modes[i] == 1:

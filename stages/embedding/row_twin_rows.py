@@ -155,17 +155,22 @@ class Shape:
     def add(self, row: Row, delta: F32) -> Row:
         return self.rewrite(row, self.read(row) + delta)
 
-    def reshape(self, row: Row, alive: int, epoch: int) -> Row:
+    def reshape(self, row: Row, alive: int) -> Row:
         have = dict(zip(self.ranks(row.alive), row.chunks, strict=True))
         zero = self.fresh_chunk(np.zeros(self.chunk, np.float32))
         chunks = [have[c] if c in have else zero.copy() for c in self.ranks(alive)]
-        return Row(alive, row.accumulator, epoch & 0xFFFF, self.current(row, epoch), chunks)
+        # Utilities with the epoch that they are of: a cut is no use of the row.
+        return Row(alive, row.accumulator, row.epoch, row.utilities, chunks)
 
     # --- utilities --------------------------------------------------------------------------------
 
     def decay_since(self, row: Row, epoch: int) -> np.float32:
         passed = (epoch - row.epoch) & 0xFFFF
         return self.decays[passed] if passed < len(self.decays) else np.float32(0)
+
+    def idle_periods(self, row: Row, epoch: int) -> int:
+        """Whole periods between prunes without a step on the row."""
+        return max(0, ((epoch - row.epoch) & 0xFFFF) - 1)
 
     def current(self, row: Row, epoch: int, weights: F32 | None = None) -> npt.NDArray[np.uint16]:
         """Utilities as of this epoch, as the bits of half floats; then times `weights`, if any."""

@@ -610,7 +610,7 @@ def switched(
     return before, alive_of(ours, second), alive_of(ours, first)
 
 
-@pytest.mark.parametrize("options", [{}, {"taper": 0.0}])
+@pytest.mark.parametrize("options", [{}, {"taper": 0.0}, {"taper": 3.0}])
 def test_when_other_ids_become_hot_their_chunks_are_back_within_two_prunes(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
 ) -> None:
@@ -621,9 +621,10 @@ def test_when_other_ids_become_hot_their_chunks_are_back_within_two_prunes(
     assert cold < 0.1
 
 
-def test_mutant_a_steeper_taper_leaves_last_chunks_of_hot_ids_to_cold_ones(
+def test_mutant_an_advance_that_never_ends_leaves_last_chunks_of_hot_ids_to_cold_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("stages.embedding.row_taper.HALF", 1e-9)
     _, hot, cold = switched(monkeypatch, taper=3.0)
 
     assert hot < 0.8
