@@ -37,7 +37,8 @@ from ray_pipe.progress import Observer
 from ray_pipe.recovery import Failure
 from ray_pipe.results import results_of, write_all
 from ray_pipe.resume import Start
-from ray_pipe.shards import Shards, ShardTotals
+from ray_pipe.shard_totals import ShardTotals
+from ray_pipe.shards import Shards
 from ray_pipe.trained import Trained
 
 LOSSES = ("lost_pushes", "lost_versions", "refused")

@@ -15,9 +15,8 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -32,6 +31,7 @@ from ray_pipe.planner.placement import Node
 from ray_pipe.recovery import Failure
 from ray_pipe.same_source import refuse_other_source
 from ray_pipe.shard_pulse import Lost, Pulse
+from ray_pipe.shard_totals import ShardTotals
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.shard_actor import ShardPlace, remote_shard
 
@@ -51,39 +51,6 @@ class ShardFailure(Failure):
 
     def __str__(self) -> str:
         return f"{self.cause}; training goes on after {self.recovery_s or 0.0:.1f} s"
-
-
-@dataclass(kw_only=True)
-class ShardTotals:
-    """What all shards have and did, the dead ones' last known numbers included."""
-
-    rows: int = 0
-    real_bytes: int = 0
-    """Of rows, state, headers and index, as the stores count them."""
-
-    resident_bytes: int = 0
-    """Of the shards' processes, as the system counts them."""
-
-    staleness: Counter[int] = field(default_factory=Counter)
-    dropped_rows: int = 0
-    lost_pushes: int = 0
-    unsent_pushes: int = 0
-    """Parts of steps that the dense net had made when its first stage died with their gradients."""
-
-    refused_pushes: int = 0
-    replayed: int = 0
-    """Parts of steps that were run again after a dense failure, and were not applied again."""
-
-    prunes: int = 0
-    alive_chunks: int = 0
-    evictions: int = 0
-    """Rows that were dropped for want of capacity, longest unused first."""
-
-    spilled_rows: int = 0
-    """Of `rows`, those that are in the spill folder now."""
-
-    recalled: int = 0
-    """Rows that came back from there."""
 
 
 class Shards:
@@ -269,25 +236,8 @@ class Shards:
 
     def totals(self) -> ShardTotals:
         """As of the last look."""
-        total = ShardTotals()
         with self._lock:
-            for books in (book for book in self._books if book):
-                total.rows += books["rows"]
-                total.real_bytes += books["real_bytes"]
-                total.resident_bytes += books["resident_bytes"]
-                total.prunes = max(total.prunes, books["prunes"])
-                total.alive_chunks += sum(books["alive_chunks"].values())
-                total.spilled_rows += books["spilled_rows"]
-            for books in (book for book in (*self._books, *self._gone) if book):
-                total.staleness.update(books["staleness_histogram"])
-                total.dropped_rows += books["dropped_rows"]
-                total.lost_pushes += books["lost_pushes"]
-                total.unsent_pushes += books["unsent_pushes"]
-                total.refused_pushes += books["refused_pushes"]
-                total.replayed += books["replayed"]
-                total.evictions += books["evictions"]
-                total.recalled += books["recalled"]
-        return total
+            return ShardTotals.of(self._books, self._gone)
 
     def _note(self, index: int, ref: Any) -> None:
         with contextlib.suppress(RayError):  # the watch sees to it

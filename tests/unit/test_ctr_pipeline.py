@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.rec_arm import LoadedPipeline
-from ray_pipe.shards import ShardTotals
+from ray_pipe.shard_totals import ShardTotals
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ def pipeline_of(kind: type[CtrPipeline]) -> Any:
     pipeline._num_excused = 0
     pipeline.shards = SimpleNamespace(failures=[], step=0, look=dict, totals=ShardTotals)
     pipeline.loader = SimpleNamespace(look=dict)
+    pipeline.own = SimpleNamespace(known={})
     pipeline._next = lambda: [Record(step=5)]
     return pipeline
 

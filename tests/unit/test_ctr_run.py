@@ -6,7 +6,7 @@ from typing import Any
 
 from ray_pipe.ctr_run import Clicked
 from ray_pipe.metrics import ArmMeter
-from ray_pipe.shards import ShardTotals
+from ray_pipe.shard_totals import ShardTotals
 
 
 def clicked() -> Clicked:
