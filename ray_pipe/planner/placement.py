@@ -143,21 +143,29 @@ def at_home(
     placement: Placement, homes: Mapping[int, Collection[str]], nodes: Sequence[Node]
 ) -> tuple[Placement, list[int]]:
     """Stages where something of theirs lies: as placed if that is among `homes` (ids of nodes, by
-    stage), else on the first of those that has room. Returns who has none, too, and stays."""
+    stage), else on the first of those that has room once the others are at home, too. Returns who
+    has none as well, and stays."""
     alive = sorted(nodes, key=by_address)
-    chosen, homeless = list(placement.nodes), []
-    for stage, node in enumerate(placement.nodes):
-        if node.id in homes.get(stage, ()):
-            continue
-        able = [one for one in alive if one.id in homes.get(stage, ())]
-        if placement.num_gpus:
-            used = [one.id for other, one in enumerate(chosen) if other != stage]
-            able = [one for one in able if one.num_gpus >= used.count(one.id) + 1]
-        if able:
-            chosen[stage] = able[0]
-        else:
-            homeless.append(stage)
-    return replace(placement, nodes=tuple(chosen)), homeless
+    settled: dict[int, Node] = {}
+
+    def settle(stage: int, tried: set[str]) -> bool:
+        """Find a home, and for whoever has to make way another one of its own."""
+        own = placement.nodes[stage]
+        able = [node for node in alive if node.id in homes.get(stage, ())]
+        for node in sorted(able, key=lambda node: node.id != own.id):
+            if node.id in tried:
+                continue
+            tried.add(node.id)
+            guests = [other for other, home in settled.items() if home.id == node.id]
+            has_room = not placement.num_gpus or node.num_gpus >= len(guests) + 1
+            if has_room or any(settle(guest, tried) for guest in guests):
+                settled[stage] = node
+                return True
+        return False
+
+    homeless = [stage for stage in range(len(placement.nodes)) if not settle(stage, set())]
+    chosen = tuple(settled.get(stage, node) for stage, node in enumerate(placement.nodes))
+    return replace(placement, nodes=chosen), homeless
 
 
 def spare_homes(placement: Placement, nodes: Sequence[Node]) -> list[Node]:

@@ -199,3 +199,26 @@ def test_a_stage_whose_home_is_gone_or_has_no_gpu_left_is_named() -> None:
     assert at_home(placement, {0: ["n1"]}, nodes)[1] == [1]
     assert at_home(placement, {0: ["n1"], 1: ["n1"]}, nodes)[1] == [1]
     assert at_home(replace(placement, num_gpus=0.0), {0: ["n1"], 1: ["n1"]}, nodes)[1] == []
+
+
+def test_stages_with_a_gpu_each_find_home_though_their_places_were_exchanged() -> None:
+    # n2 died in the run before, so its stage 1 went to the head. Now n2 is still gone.
+    nodes = [node for node in make(4, gpus=1.0) if node.id != "n2"]
+    placement = place(3, nodes)
+    assert [node.id for node in placement.nodes] == ["n0", "n1", "n3"]
+
+    moved, homeless = at_home(placement, {0: ["n1"], 1: ["n0"], 2: ["n3"]}, nodes)
+
+    assert homeless == []
+    assert [node.id for node in moved.nodes] == ["n1", "n0", "n3"]
+
+
+def test_a_stage_with_two_homes_makes_way_for_one_that_has_no_other() -> None:
+    nodes = make(3, gpus=1.0)
+    placement = place(2, nodes)
+    first, second = (node.id for node in placement.nodes)
+
+    moved, homeless = at_home(placement, {0: [first, second], 1: [first]}, nodes)
+
+    assert homeless == []
+    assert [node.id for node in moved.nodes] == [second, first]
