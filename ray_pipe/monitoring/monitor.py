@@ -40,12 +40,13 @@ class Monitor:
     ) -> None:
         """`export` takes an arm and its readings, `show` a line; without them nothing is told.
 
-        `failures` is the run's own list, which grows.
+        `failures` is the run's own list, which grows. Those that are in it already were told by
+        the driver that this one goes on after: its counters, too, began at zero.
         """
         self._export = export or (lambda arm, readings: None)
         self._show = show or (lambda text: None)
         self._failures = failures
-        self._num_told = 0
+        self._num_told = len(failures)
         self._arm = ""
         self._place = ""
         self._num_steps = 0

@@ -68,6 +68,22 @@ def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
     ]
 
 
+def test_failures_from_before_a_resume_are_not_counted_once_more() -> None:
+    exported: list[str] = []
+    failures = [Failure(kind="died", stage=1, step=3, cause="killed", arm="fp32", recovery_s=2.0)]
+    monitor = Monitor(
+        export=lambda arm, readings: exported.extend(reading.name for reading in readings),
+        failures=failures,
+    )
+    monitor.on_failures()
+    assert exported == []
+
+    failures.append(Failure(kind="driver", stage=-1, step=7, cause="killed", arm="fp32"))
+    monitor.on_failures()
+
+    assert exported == ["pipe_failures_total"]
+
+
 def test_a_step_without_a_loss_is_told_without_one() -> None:
     told = Told()
     records = [replace(record, loss=None) for record in make_step(step=0, start_s=0.0)]
