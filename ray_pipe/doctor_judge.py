@@ -37,6 +37,9 @@ SLOW_LINK_BPS = 1e6
 BUSY = 1.5
 """Runnable threads per core."""
 
+MUST_AGREE = ("ray", "torch", "numpy")
+"""Ray talks to its own version only; a run refuses a mixture of the others (`same_source`)."""
+
 INSTALL = "pip install ray_pipe's wheel, or `pip install .` in the source, on every node"
 
 
@@ -125,12 +128,26 @@ def _judge_sources(here: Software, nodes: Sequence[NodeReport]) -> Iterator[Find
             f"another core than here: {found}, here is {here.core}",
             "install the same wheel everywhere, or set RAY_PIPE_CORE=torch on all nodes",
         )
+    builds = [
+        node
+        for node in nodes
+        if node.software.core == here.core == "native" and node.software.native != here.native
+    ]
+    if builds:
+        found = ", ".join(f"{node.label} has {node.software.native}" for node in builds)
+        yield _fault(
+            "core",
+            _labels(builds),
+            f"a native core of other C++ source than here: {found}, here is {here.native}",
+            "build it again on every node from the same source (`pip install . --no-deps`, or "
+            "`ray up`), or set RAY_PIPE_CORE=torch on all nodes",
+        )
 
 
 def _judge_versions(here: Software, nodes: Sequence[NodeReport]) -> Iterator[Finding]:
     for name in ("python", "ray", "torch", "numpy"):
         mine = here.versions.get(name)
-        other = [node for node in nodes if node.software.versions.get(name) != mine]
+        other = [node for node in nodes if _plain(node.software.versions.get(name)) != _plain(mine)]
         if not other or mine is None:
             continue
         found = ", ".join(
@@ -138,7 +155,7 @@ def _judge_versions(here: Software, nodes: Sequence[NodeReport]) -> Iterator[Fin
         )
         what = f"another {name} than here: {found}, here is {mine}"
         is_missing = any(node.software.versions.get(name) is None for node in other)
-        if name == "ray" or is_missing:
+        if name in MUST_AGREE or is_missing:
             yield _fault("versions", _labels(other), what, f"install {name} {mine} on every node")
         else:
             yield _warning(
@@ -178,6 +195,15 @@ def _judge_node(node: NodeReport) -> Iterator[Finding]:
             node.label,
             f"/dev/shm has only {_size(node.shm_nbytes)}, so Ray keeps its objects on disk",
             "start the container with --shm-size=2g",
+        )
+    if node.shm_goes_at_logout:
+        yield _warning(
+            "logout",
+            node.label,
+            "once Ray has ended there and nobody is logged in, systemd removes what this account "
+            "has in /dev/shm, black boxes of a run that was killed among it",
+            "`loginctl enable-linger` there, once; or RemoveIPC=no in /etc/systemd/logind.conf, or "
+            "--set faults.black_box=FOLDER",
         )
     yield from _judge_gpus(node)
     offset = node.clock_offset_s
@@ -332,6 +358,11 @@ def _labels(nodes: Sequence[NodeReport]) -> str:
 
 def _way(checkup: Checkup, link: LinkReport) -> str:
     return f"{checkup.nodes[link.source].label} -> {checkup.nodes[link.target].label}"
+
+
+def _plain(version: str | None) -> str | None:
+    """Without `+cpu` or `+cu128`: that says for which machines it was built."""
+    return None if version is None else version.partition("+")[0]
 
 
 def _size(nbytes: int) -> str:

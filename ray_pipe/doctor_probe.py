@@ -35,6 +35,7 @@ REPEATS = 3
 MIN_CALLS, MAX_CALLS, CALLS_S = 5, 21, 0.5
 CONNECT_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 10.0
+FIRST_ORDINARY_UID = 1000
 TRANSFER_TIMEOUT_S = 60.0
 
 
@@ -54,7 +55,8 @@ def software() -> dict[str, Any]:
         found["versions"]["ray_pipe"] = __version__
         found["source"] = source_digest()
         found["core"] = native.core()
-        found["instructions"] = native.build_info().get("isa")
+        built = native.build_info() if found["core"] == "native" else {}
+        found["native"], found["instructions"] = built.get("source"), built.get("isa")
     except Exception as error:  # a broken install can fail in any way, and that is the finding
         found["source_error"] = f"{type(error).__name__}: {error}"
     return found
@@ -118,6 +120,31 @@ def shm_nbytes() -> int | None:
         return None
 
 
+def shm_goes_at_logout(root: Path = Path("/"), uid: int | None = None) -> bool:
+    """Whether systemd-logind removes this account's files from /dev/shm once it is logged out
+    everywhere and nothing of it runs: of ordinary accounts, unless they linger or RemoveIPC=no."""
+    uid = os.getuid() if uid is None else uid
+    if uid < FIRST_ORDINARY_UID or not (root / "run/systemd/seats").is_dir():
+        return False
+    with contextlib.suppress(KeyError, ImportError):
+        import pwd
+
+        if (root / "var/lib/systemd/linger" / pwd.getpwuid(uid).pw_name).exists():
+            return False
+    removes = True
+    places = [root / top / "systemd" for top in ("usr/lib", "run", "etc")]
+    drop_ins = {p.name: p for place in places for p in place.glob("logind.conf.d/*.conf")}
+    main = [path for place in places if (path := place / "logind.conf").exists()]
+    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
+        with contextlib.suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                # What is commented out is what it was built with.
+                key, _, value = line.strip().lstrip("#").partition("=")
+                if key == "RemoveIPC":
+                    removes = value.strip().lower() in ("yes", "true", "1", "on")
+    return removes
+
+
 def handshakes(address: str, port: int) -> list[float]:
     """Seconds that each of several TCP handshakes took: one round trip of the network."""
     took: list[float] = []
@@ -145,6 +172,7 @@ class Probe:
             "load": load,
             "free_memory_nbytes": free_memory_nbytes(),
             "shm_nbytes": shm_nbytes(),
+            "shm_goes_at_logout": shm_goes_at_logout(),
             "disks": [disk(folder) for folder in (ray_folder(), *folders)],
             "gpus": gpus(),
         }

@@ -40,6 +40,9 @@ class Software:
     core: str | None = None
     """native or torch."""
 
+    native: str | None = None
+    """Digest of the C++ source that the native core was built from."""
+
     instructions: str | None = None
     """The instruction set that the native core uses."""
 
@@ -64,6 +67,9 @@ class NodeReport:
     free_memory_nbytes: int = 0
     shm_nbytes: int | None = None
     """Size of /dev/shm, where Ray keeps its objects."""
+
+    shm_goes_at_logout: bool = False
+    """Whether the system empties it of this account's files when nobody is logged in as it."""
 
     disks: tuple[Disk, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -164,7 +170,11 @@ class Checkup:
 
     @property
     def stage_nodes(self) -> tuple[NodeReport, ...]:
-        """Nodes that take a stage each: all but those that Ray was told to keep free of work."""
+        """Nodes that take a stage each, as `planner.placement` chooses: those with GPUs where
+        several have them, else all but those that Ray was told to keep free of work."""
+        with_gpus = tuple(node for node in self.nodes if node.ray_gpus >= 1)
+        if len(with_gpus) > 1:
+            return with_gpus
         return tuple(node for node in self.nodes if node.takes_stages) or self.nodes
 
     def link(self, source: int, target: int) -> LinkReport | None:

@@ -14,7 +14,9 @@ VERSIONS = {
     "numpy": "2.4.6",
     "ray_pipe": "0.1.0",
 }
-SOFTWARE = Software(versions=VERSIONS, source="5eed", core="native", instructions="avx2")
+SOFTWARE = Software(
+    versions=VERSIONS, source="5eed", core="native", native="c0de", instructions="avx2"
+)
 DISK = Disk(path="/tmp/ray", free_nbytes=80 * 10**9, total_nbytes=200 * 10**9)
 
 

@@ -21,6 +21,10 @@ from hypothesis import strategies as st
 
 from ray_pipe.doctor_judge import judge
 from ray_pipe.doctor_reports import Checkup, Finding, Software
+from ray_pipe.planner.placement import Node, place
+from ray_pipe.same_source import CHECKS
+
+ON_GPUS = replace(SOFTWARE, versions=VERSIONS | {"torch": "2.13.0+cu128"})
 
 
 def only_finding(checkup: Checkup) -> Finding:
@@ -136,13 +140,62 @@ def test_another_core_is_a_fault_and_no_core_at_all_a_warning() -> None:
     assert (everywhere.level, everywhere.code, everywhere.where) == ("warning", "core", "here")
 
 
+def test_a_core_of_other_cpp_source_is_a_fault_as_it_is_to_a_run() -> None:
+    other = replace(SOFTWARE, native="01d")
+
+    finding = only_finding(with_node(healthy(), 1, software=other))
+
+    assert (finding.level, finding.code) == ("fault", "core")
+    assert "node 1 (10.0.0.11) has 01d, here is c0de" in finding.what
+
+
+def test_torch_for_other_machines_is_the_same_torch() -> None:
+    software = replace(SOFTWARE, versions=VERSIONS | {"torch": "2.13.0+cu128"})
+
+    assert judge(with_node(healthy(), 1, software=software)).findings == ()
+
+
+def test_whatever_a_run_refuses_is_a_fault() -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "source": {"source": "other"},
+        "core": {"core": "torch"},
+        "native": {"native": "other"},
+        "torch": {"versions": VERSIONS | {"torch": "2.12.0"}},
+        "numpy": {"versions": VERSIONS | {"numpy": "1.26.4"}},
+    }
+    assert changes.keys() == CHECKS.keys()
+
+    for name, change in changes.items():
+        verdict = judge(with_node(healthy(), 1, software=replace(SOFTWARE, **change)))
+        assert verdict.state == "faults", name
+
+
+def test_with_gpus_on_several_nodes_the_stages_are_counted_there() -> None:
+    # As examples/cluster-aws.yaml has it: a head without a GPU, workers with one each.
+    checkup = healthy(5)
+    for index in range(1, 5):
+        checkup = with_node(checkup, index, ray_gpus=1.0, gpus=("A10G",), software=ON_GPUS)
+    checkup = replace(with_node(checkup, 0, software=ON_GPUS), here=ON_GPUS)
+
+    (step,) = judge(checkup).next_commands
+    nodes = [
+        Node(id=n.node_id, ip=n.address, num_cpus=n.ray_cpus, num_gpus=n.ray_gpus)
+        for n in checkup.nodes
+    ]
+    placement = place(len(checkup.stage_nodes), nodes)
+
+    assert "--stages 4" in step.command
+    assert placement.num_gpus == 1.0
+    assert [node.id for node in placement.nodes] == [n.node_id for n in checkup.stage_nodes]
+
+
 @pytest.mark.parametrize(
     ("name", "version", "level"),
     [
         ("ray", "2.59.0", "fault"),
-        ("torch", "2.12.0", "warning"),
+        ("torch", "2.12.0", "fault"),  # a run refuses it
         ("torch", None, "fault"),
-        ("numpy", "1.26.4", "warning"),
+        ("numpy", "1.26.4", "fault"),
         ("python", "3.11.9", "warning"),
     ],
 )
@@ -178,6 +231,10 @@ def test_versions_that_differ_are_named(name: str, version: str | None, level: s
             {"gpus": ("Tesla", "Tesla"), "ray_gpus": 1.0,
              "software": replace(SOFTWARE, versions=VERSIONS | {"torch": "2.13.0"})},
             "warning", "gpu", "it has 2 GPUs, Ray was told of 1",
+        ),
+        (
+            {"shm_goes_at_logout": True},
+            "warning", "logout", "nobody is logged in, systemd removes",
         ),
         (
             {"gpus": ("Tesla",), "ray_gpus": 1.0},

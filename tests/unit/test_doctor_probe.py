@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import ray
 from ray import cloudpickle
 
 from ray_pipe import __version__, doctor_probe
-from ray_pipe.doctor_probe import Probe, disk, handshakes, software
+from ray_pipe.doctor_probe import Probe, disk, handshakes, shm_goes_at_logout, software
+from stages import digest
 from stages.digest import source_digest
 
 
@@ -96,6 +98,7 @@ def test_software_is_told_as_this_process_has_it() -> None:
     assert found["versions"]["ray_pipe"] == __version__
     assert found["source"] == source_digest()
     assert found["core"] in ("native", "torch")
+    assert (found["native"] or "") == digest.software()["native"]  # what a run compares
 
 
 def test_a_node_without_our_source_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +109,49 @@ def test_a_node_without_our_source_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert "source" not in found
     assert "ModuleNotFoundError" in found["source_error"]
     assert found["versions"]["python"]
+
+
+def systemd(root: Path, **files: str) -> Path:
+    """A machine whose logins systemd keeps; `files` by name below etc/systemd."""
+    (root / "run/systemd/seats").mkdir(parents=True)
+    folder = root / "etc/systemd/logind.conf.d"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        path = folder.parent / "logind.conf" if name == "main" else folder / f"{name}.conf"
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "goes"),
+    [
+        ({}, True),
+        ({"main": "[Login]\n#KillUserProcesses=no\n#RemoveIPC=yes\n"}, True),
+        ({"main": "[Login]\n#RemoveIPC=no\n"}, False),  # built so
+        ({"main": "[Login]\nRemoveIPC=no\n"}, False),
+        ({"main": "[Login]\n#RemoveIPC=yes\n", "10-ours": "[Login]\nRemoveIPC=0\n"}, False),
+        ({"main": "[Login]\nRemoveIPC=no\n", "10-theirs": "[Login]\nRemoveIPC=yes\n"}, True),
+    ],
+)
+def test_whether_shared_memory_outlives_a_login_is_read_as_systemd_does(
+    tmp_path: Path, files: dict[str, str], goes: bool
+) -> None:
+    assert shm_goes_at_logout(systemd(tmp_path, **files), 1000) is goes
+
+
+def test_shared_memory_of_a_system_account_without_systemd_or_lingering_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not shm_goes_at_logout(tmp_path, 1000)
+    root = systemd(tmp_path)
+    assert not shm_goes_at_logout(root, 999)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="ubuntu"))
+    assert shm_goes_at_logout(root, 1000)
+
+    (root / "var/lib/systemd/linger").mkdir(parents=True)
+    (root / "var/lib/systemd/linger/ubuntu").touch()
+
+    assert not shm_goes_at_logout(root, 1000)
 
 
 def test_a_folder_that_does_not_exist_yet_has_the_room_of_the_one_above(tmp_path: Path) -> None:
