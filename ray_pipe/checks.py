@@ -30,7 +30,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     check_losses(config)
     check_codec_options(config)
     if config.task == "ctr":
-        return check_ctr(config)
+        return [*check_ctr(config), *check_lasting(config.out)]
     check_stages(config, num_blocks=num_blocks)
     check_topology(config)
     check_data_source(config.data.source)
@@ -45,7 +45,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
             "codec.spill_ram is set, but nothing is spilled; name a folder with "
             "codec.spill_dir, or use codec.memory_cap to remember less."
         )
-    return [*check_quality(config), *_single_pass(config)]
+    return [*check_quality(config), *_single_pass(config), *check_lasting(config.out)]
 
 
 def check_arms(config: RunConfig) -> None:
@@ -176,6 +176,19 @@ def check_folder(path: str, *, flag: str, may_write: Callable[[Path], bool] = _m
             f"{flag} {path}: cannot be written, {there} is not writable for this account; "
             f"choose another folder with {flag}."
         )
+
+
+def check_lasting(out: str) -> list[str]:
+    """What is written must outlive the job: `--working-dir` is unpacked to a folder of Ray's own,
+    another one after each change of a file."""
+    folder = Path(out).absolute()
+    if "working_dir_files" not in folder.parts:
+        return []
+    return [
+        f"--out {out} is {folder}, in Ray's own copy of --working-dir: Ray removes it, with "
+        "results and checkpoints, when it needs the room, and a resumed job does not find it once "
+        "a file has changed; give a folder that stays, as --out '~/runs'."
+    ]
 
 
 def make_run_folder(out: str, name: str, *, fresh: bool) -> Path:

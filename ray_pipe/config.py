@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -116,6 +117,8 @@ class RunConfig:
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
         check_section(self, prefix="")
+        # Of a submitted job no shell has done it: '~/runs' is quoted so that it is the head's.
+        object.__setattr__(self, "out", os.path.expanduser(self.out))
         self._settle_arms()
         check_task(self)
         checks.check_arms(self)

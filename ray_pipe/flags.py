@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -265,8 +266,8 @@ def _settings_to_resume(layers: Sequence[Mapping[str, Any]]) -> tuple[str, dict[
     from ray_pipe.saved_settings import saved_settings
 
     return saved_settings(
-        str(resume),
-        out=str(wish("", "out") or RunConfig().out),
+        os.path.expanduser(str(resume)),
+        out=os.path.expanduser(str(wish("", "out") or RunConfig().out)),
         name=str(wish("", "name") or ""),
         folder=wish("checkpoint", "dir"),
     )

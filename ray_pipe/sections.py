@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -304,6 +305,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="checkpoint.")
+        if self.resume is not None:
+            object.__setattr__(self, "resume", os.path.expanduser(self.resume))
 
 
 @dataclass(frozen=True, kw_only=True)

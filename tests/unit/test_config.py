@@ -651,6 +651,28 @@ def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None
     assert not (tmp_path / "a").exists()
 
 
+def test_a_home_folder_is_the_one_of_whoever_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ray")
+
+    assert RunConfig(out="~/runs").out == "/home/ray/runs"
+    assert RunConfig(out="runs/~").out == "runs/~"
+    assert CheckpointConfig(resume="~/runs/x").resume == "/home/ray/runs/x"
+    assert CheckpointConfig(resume="auto").resume == "auto"
+
+
+def test_a_folder_that_ray_will_remove_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
+    package.mkdir(parents=True)
+    monkeypatch.chdir(package)
+
+    (text,) = RunConfig().validate()
+
+    assert text.startswith(f"--out runs is {package}/runs, in Ray's own copy of --working-dir")
+    assert RunConfig(out=str(tmp_path)).validate() == []
+
+
 def test_an_output_folder_without_permission_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "runs" / "today")
 
