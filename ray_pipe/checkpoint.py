@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import torch
 
-from compressors import kernels
 from ray_pipe import __version__
 from ray_pipe.checkpoint_files import (
     PROGRESS,
@@ -37,7 +36,7 @@ from ray_pipe.checkpoint_files import (
 from ray_pipe.errors import TrainingError
 from ray_pipe.plans import Arm
 from ray_pipe.same_source import kind_of
-from stages.digest import source_digest
+from stages.digest import software
 from stages.storage import FileNote, Folder, StorageError
 
 FINAL_TRIES = 3
@@ -366,8 +365,7 @@ def code_version(infos: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     kinds = sorted({kind_of(info["hardware"]) for info in infos})
     return ({"hardware": ", ".join(kinds)} if kinds else {}) | {
         "ray_pipe": __version__,
-        "source": source_digest(),
+        **software(),
         "torch": torch.__version__,
-        "core": kernels.core(),
         "machine": platform.machine(),
     }

@@ -317,10 +317,11 @@ def other_settings(
 
 def _other_code(checkpoint: Checkpoint) -> list[str]:
     before, now = checkpoint.manifest.code, code_version()
-    other = [name for name in now if before.get(name) != now[name]]
+    # An older version noted less; its source is another one, too.
+    other = [name for name in now if name in before and before[name] != now[name]]
     if not other:
         return []
-    listed = ", ".join(f"{name} {before.get(name)} there, {now[name]} here" for name in other)
+    listed = ", ".join(f"{name} {before[name]} there, {now[name]} here" for name in other)
     return [f"{checkpoint.path} was written by other code ({listed}): the last bits may differ."]
 
 

@@ -21,6 +21,7 @@ from ray_pipe.errors import ConfigError
 from ray_pipe.left_run import LeftRun, choose, find_left
 from ray_pipe.metrics import ArmMeter, MetricsFile, to_json
 from ray_pipe.recovery import Failure
+from ray_pipe.same_source import CHECKS
 from ray_pipe.step_row import row_of_line, row_to
 from ray_pipe.unfinished import FILE, RunRecord, has_record, is_alive, newest_record, this_process
 from stages.left_boxes import LeftBox
@@ -282,8 +283,10 @@ def test_boxes_of_other_code_or_another_model_are_named(tmp_path: Path) -> None:
     assert left.other_blocks("acsgd", [{"blocks": {0: "aa"}}, {"blocks": {1: "bb"}}]) == ""
     assert "block 1" in left.other_blocks("acsgd", [{"blocks": {0: "aa", 1: "cc"}}])
     assert "block 1" in left.other_blocks("acsgd", [{"blocks": {0: "aa"}}])
-    path.write_text(json.dumps({**body, "code": {**body["code"], "source": "other"}}))
-    assert "it ran other code (source other there" in LeftRun(tmp_path / "demo").trouble(run.arm)
+    for name in CHECKS:  # whatever a stage of another kind is refused for
+        path.write_text(json.dumps({**body, "code": {**body["code"], name: "other"}}))
+        told = LeftRun(tmp_path / "demo").trouble(run.arm)
+        assert f"it ran other code ({name} other there" in told
 
 
 def test_an_arm_is_done_only_with_all_its_lines_and_as_many_steps_as_now(tmp_path: Path) -> None:
