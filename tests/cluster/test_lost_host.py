@@ -8,17 +8,14 @@ when the cable is mended.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.command import PROCESSES, Run, num_alive, wait_for
 from tests.cluster.rig import Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -26,10 +23,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 NUM_HOSTS, STEPS, EVERY, FATAL = 3, 60, 4, 10
 STAGE = re.compile(r"^ray::(PipelineStage|SpareStage|acsgd step)", re.MULTILINE)
 """How Ray titles the processes of stages."""
-
-PROCESSES = ["ps", "-e", "-o", "args="]
-WARM = re.compile(r"^ray::SpareStage$", re.MULTILINE)
-"""A spare that has loaded; before, its title says `warm_up`."""
 
 
 @pytest.fixture(scope="module")
@@ -42,66 +35,16 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def unbroken(rig: Rig) -> list[float]:
-    run = Run(rig, "unbroken")
+    run = start(rig, "unbroken")
     said = run.end()
     assert run.process.returncode == 0, said
     return run.losses
 
 
-class Run:
-    """The command on the head, where the driver is safe."""
-
-    def __init__(self, rig: Rig, name: str) -> None:
-        words = [rig.python, "-m", "ray_pipe.run", "--address", "auto", "--codec", "acsgd"]
-        words += ["--model", "gpt-nano", "--stages", str(NUM_HOSTS), "--steps", str(STEPS)]
-        words += ["--checkpoint-every", str(EVERY), "--set", "faults.spare_after=0s"]
-        words += ["--name", name, "--out", str(rig.hosts[0].home)]
-        self.path: Path = rig.hosts[0].home / name
-        self.process = rig.hosts[0].popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    @property
-    def num_steps(self) -> int:
-        """That were done so far."""
-        metrics = self.path / "metrics.jsonl"
-        return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 180
-        while self.num_steps <= step:
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline, "the run did not begin"
-            time.sleep(0.1)
-
-    def wait_for_spares(self, rig: Rig) -> None:
-        """Until one is warm on every host: one that loads is taken too, but is not called warm."""
-
-        def are_warm() -> bool:
-            assert self.process.poll() is None, self.process.communicate()[0]
-            return all(WARM.search(host.run(PROCESSES).stdout) for host in rig.hosts)
-
-        wait_for("spares are warm", are_warm)
-
-    def end(self) -> str:
-        said: str = self.process.communicate(timeout=300)[0]
-        return said
-
-    @property
-    def results(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / "results.json").read_text("utf-8"))
-        return found
-
-    @property
-    def losses(self) -> list[float]:
-        return [loss for _, _, loss in self.results["arms"][0]["losses"]]
-
-
-def num_alive(rig: Rig) -> int:
-    script = "import ray; ray.init('auto', log_to_driver=False); "
-    script += "print('alive:', sum(node['Alive'] for node in ray.nodes()))"
-    said = rig.hosts[0].run([rig.python, "-c", script]).stdout
-    found = re.search(r"alive: (\d+)", said)  # Ray may tell of a death before or after it
-    assert found is not None, said
-    return int(found[1])
+def start(rig: Rig, name: str) -> Run:
+    """On the head, where the driver is safe."""
+    words = ["--checkpoint-every", str(EVERY), "--set", "faults.spare_after=0s"]
+    return Run(rig, name, *words, steps=STEPS)
 
 
 def come_back(rig: Rig, lost: int) -> None:
@@ -111,13 +54,6 @@ def come_back(rig: Rig, lost: int) -> None:
     wait_for("Ray sees the loss", lambda: num_alive(rig) < NUM_HOSTS)
     rig.start_ray([lost])
     wait_for("the host is back", lambda: num_alive(rig) == NUM_HOSTS)
-
-
-def wait_for(what: str, ready: Callable[[], bool], *, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
-        time.sleep(0.5)
 
 
 def check_failure(run: Run, said: str, lost: int) -> None:
@@ -141,7 +77,7 @@ def check_failure(run: Run, said: str, lost: int) -> None:
 def test_a_host_that_dies_is_done_without_and_the_losses_are_the_same(
     rig: Rig, unbroken: list[float], lost: int
 ) -> None:
-    run = Run(rig, f"killed-{lost}")
+    run = start(rig, f"killed-{lost}")
     run.wait_for_step(FATAL)
     run.wait_for_spares(rig)
 
@@ -161,7 +97,7 @@ def test_a_stage_that_was_cut_off_and_comes_back_does_no_harm(
     rig: Rig, unbroken: list[float]
 ) -> None:
     lost = 1
-    run = Run(rig, "cut")
+    run = start(rig, "cut")
     run.wait_for_step(FATAL)
     run.wait_for_spares(rig)
 
