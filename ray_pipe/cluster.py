@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import (
 from ray_pipe.errors import ClusterError, Terminated
 from ray_pipe.planner.placement import Node, Placement, move, place, spare_homes
 from ray_pipe.preflight import check_address
+from ray_pipe.preflight_tls import refuse_without_files
 from ray_pipe.pulse import PULSE_S
 from ray_pipe.spares import Spares
 
@@ -69,6 +70,8 @@ def connect(
     label = f"--address {address}" if address else f"RAY_ADDRESS={existing}"
     if existing:
         check_address(existing, label=label)
+    else:
+        refuse_without_files("Ray on this machine")
     # The driver reads every error it needs; Ray would print those of aborted steps once more.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {

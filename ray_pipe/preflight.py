@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from ray_pipe import preflight_tls
 from ray_pipe.errors import ClusterError
 
 log = logging.getLogger("ray_pipe")
@@ -148,6 +149,7 @@ def ask_head(label: str, place: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> 
         raise ClusterError(
             f"{label}: RAY_AUTH_MODE is token, but there is no token here; {TOKEN_WAYS}"
         )
+    preflight_tls.refuse_without_files(label)
     channel = channels.init_grpc_channel(place, [("grpc.enable_http_proxy", 0)])
     try:
         metadata = services.InternalKVGcsServiceStub(channel).InternalKVGet(
@@ -158,7 +160,10 @@ def ask_head(label: str, place: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> 
             messages.GetAllNodeInfoRequest(), timeout=timeout_s
         )
     except grpc.RpcError as error:
-        raise ClusterError(explain(label, error.code().name, auth=auth)) from None
+        code, why = error.code().name, None
+        if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            why = preflight_tls.explain(label, place, error.details() or "")
+        raise ClusterError(why or explain(label, code, auth=auth)) from None
     finally:
         channel.close()
     said = json.loads(metadata.value or b"{}")
@@ -193,11 +198,9 @@ def explain(label: str, code: str, *, auth: str) -> str:
             "(`ray status` there)?"
         )
     if code == "UNAVAILABLE":
-        tls = "on" if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") else "off"
         return (
             f"{label}: something answers there, but it does not speak Ray's protocol; "
-            "Ray's port is mostly 6379 (8265 is its dashboard), and TLS must be the same at both "
-            f"ends (here RAY_USE_TLS is {tls})"
+            "Ray's port is mostly 6379 (8265 is its dashboard)"
         )
     return f"{label}: the cluster answered with {code}; `ray status` on its head"
 

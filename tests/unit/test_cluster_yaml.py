@@ -44,6 +44,34 @@ def test_ray_accepts_what_we_ship(path: Path) -> None:
     assert prepared["cluster_name"].startswith("raypipe")
 
 
+def test_with_the_lines_for_tls_every_node_gets_what_the_documentation_says() -> None:
+    text = LOCAL.read_text(encoding="utf-8").replace("# TLS: ", "")
+    config: dict[str, Any] = yaml.safe_load(text)
+    validate(config)
+
+    given = {"~/.ray/tls/" + name: "./tls/" + name for name in ("ca.crt", "node.crt", "node.key")}
+    assert given.items() <= config["file_mounts"].items()
+    assert "./tls" not in config["file_mounts"].values()  # the authority's key is nobody's
+    commands = config["setup_commands"]
+    (tls,) = [command for command in commands if "RAY_USE_TLS=1" in command]
+    (anew,) = [command for command in commands if "' > ~/.ray_pipe_env" in command]
+    assert commands.index(anew) < commands.index(tls)  # or it would be written over
+    words = shlex.split(tls)[1].replace("$HOME", "/home/ray").split()
+    env = dict(word.split("=") for word in words[1:])
+    assert env == {
+        "RAY_USE_TLS": "1",
+        **{
+            name: "/home/ray/.ray/tls/" + file
+            for name, file in zip(
+                ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY"),
+                ("ca.crt", "node.crt", "node.key"),
+                strict=True,
+            )
+        },
+    }
+    assert "RAY_USE_TLS" not in str(read(LOCAL))
+
+
 def test_every_listed_worker_is_wanted_at_once() -> None:
     prepared = validate(read(LOCAL))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -50,9 +53,14 @@ class FakeHead:
 
 @contextmanager
 def head(
-    ray_version: str = ray.__version__, python: str | None = None, code: str | None = None
+    ray_version: str = ray.__version__,
+    python: str | None = None,
+    code: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    tls: Path | None = None,
 ) -> Iterator[str]:
-    """The address of a fake head."""
+    """The address of a fake head, which speaks TLS with the certificate in a folder."""
     fake = FakeHead(ray_version, python or preflight.platform.python_version(), code)
     server = grpc.server(futures.ThreadPoolExecutor(2))
     for service, name in (
@@ -66,10 +74,17 @@ def head(
         )
         handler = grpc.method_handlers_generic_handler(f"ray.rpc.{service}", {name: method})
         server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls is None:
+        port = server.add_insecure_port(f"{host}:0")
+    else:
+        pair = ((tls / "node.key").read_bytes(), (tls / "node.crt").read_bytes())
+        credentials = grpc.ssl_server_credentials(
+            [pair], root_certificates=(tls / "ca.crt").read_bytes(), require_client_auth=True
+        )
+        port = server.add_secure_port(f"{host}:0", credentials)
     server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host}:{port}"
     finally:
         server.stop(0)
 
@@ -128,7 +143,7 @@ def test_a_machine_outside_the_cluster_is_told_where_to_run(
         ("UNAUTHENTICATED", "disabled", r"sends none \(RAY_AUTH_MODE is disabled\); copy the head"),
         ("UNAUTHENTICATED", "token", "does not accept this machine's token; copy the head's token"),
         ("UNIMPLEMENTED", "disabled", "not the head of a Ray cluster.*Ray Client's, 10001"),
-        ("UNAVAILABLE", "disabled", r"does not speak Ray's protocol.*RAY_USE_TLS is off"),
+        ("UNAVAILABLE", "disabled", r"does not speak Ray's protocol.*mostly 6379"),
         ("DEADLINE_EXCEEDED", "disabled", "no Ray answered within 4 s"),
         ("INTERNAL", "disabled", "answered with INTERNAL; `ray status` on its head"),
     ],
@@ -275,3 +290,127 @@ def test_a_ray_whose_protocol_moved_is_not_asked(monkeypatch: pytest.MonkeyPatch
 
     with head("9.9") as address:
         assert check_address(address) is None
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "make_certificates.sh"
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+
+
+def certificates(folder: Path, *addresses: str) -> Path:
+    subprocess.run([SCRIPT, folder, *addresses], check=True, capture_output=True)
+    return folder
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """This process speaks TLS with the certificate in a folder."""
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(folder / "node.crt"))
+    monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(folder / "node.key"))
+    monkeypatch.setenv("RAY_TLS_CA_CERT", str(folder / "ca.crt"))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificates(tmp_path_factory.mktemp("tls"), "10.0.0.10", "node1.example")
+
+
+@needs_openssl
+def test_the_certificate_names_all_nodes_and_its_key_is_nobody_elses(ours: Path) -> None:
+    words = ["openssl", "x509", "-in", ours / "node.crt", "-noout", "-ext", "subjectAltName"]
+    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+    for name in ("IP Address:127.0.0.1", "IP Address:10.0.0.10", "DNS:node1.example"):
+        assert name in said
+    assert (ours / "node.key").stat().st_mode & 0o077 == 0
+
+
+@needs_openssl
+def test_made_again_for_other_nodes_the_authority_stays(tmp_path: Path) -> None:
+    before = (certificates(tmp_path, "10.0.0.10") / "ca.crt").read_bytes()
+    old = (tmp_path / "node.crt").read_bytes()
+
+    certificates(tmp_path, "10.0.0.10", "10.0.0.11")
+
+    assert (tmp_path / "ca.crt").read_bytes() == before
+    assert (tmp_path / "node.crt").read_bytes() != old
+    verify = ["openssl", "verify", "-CAfile", tmp_path / "ca.crt", tmp_path / "node.crt"]
+    subprocess.run(verify, check=True, capture_output=True)
+
+
+@needs_openssl
+@pytest.mark.usefixtures("on_a_node")
+def test_a_head_that_speaks_tls_lets_its_own_certificate_in(
+    monkeypatch: pytest.MonkeyPatch, ours: Path
+) -> None:
+    use(monkeypatch, ours)
+
+    with head(tls=ours) as address:
+        found = check_address(address)
+
+    assert found is not None
+    assert found.ray_version == ray.__version__
+
+
+@needs_openssl
+def test_without_tls_here_a_head_that_speaks_it_is_named_with_the_way_in(ours: Path) -> None:
+    with head(tls=ours) as address:
+        text = refusal(address)
+
+    assert "what answers there speaks TLS, and this process does not (RAY_USE_TLS is off)" in text
+    assert "RAY_TLS_CA_CERT" in text
+
+
+@needs_openssl
+def test_with_tls_here_only_the_other_end_is_named(
+    monkeypatch: pytest.MonkeyPatch, ours: Path
+) -> None:
+    use(monkeypatch, ours)
+
+    with head() as address:
+        text = refusal(address)
+
+    assert "this process speaks TLS (RAY_USE_TLS is on), and what answers there does not" in text
+
+
+@needs_openssl
+def test_a_certificate_of_another_authority_is_not_accepted(
+    monkeypatch: pytest.MonkeyPatch, ours: Path, tmp_path: Path
+) -> None:
+    use(monkeypatch, certificates(tmp_path, "10.0.0.10"))
+
+    with head(tls=ours) as address:
+        text = refusal(address)
+
+    assert "both ends speak TLS, but do not accept each other" in text
+
+
+@needs_openssl
+def test_an_address_that_the_certificate_does_not_name_is_said(
+    monkeypatch: pytest.MonkeyPatch, ours: Path
+) -> None:
+    use(monkeypatch, ours)
+
+    with head(tls=ours, host="127.0.0.2") as address:
+        text = refusal(address)
+
+    assert "do not accept each other" in text
+    assert f"{address}: " in text.partition("(")[2], "gRPC's own words are missing"
+
+
+def test_tls_without_its_files_is_refused_by_their_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(monkeypatch, tmp_path)
+    with head() as address:
+        unreadable = refusal(address)
+        monkeypatch.delenv("RAY_TLS_CA_CERT")
+        unset = refusal(address)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    assert f"RAY_TLS_SERVER_CERT={tmp_path}/node.crt cannot be read: no such file" in unreadable
+    assert "RAY_USE_TLS is on, but RAY_TLS_CA_CERT is not set" in unset
+    with pytest.raises(ClusterError, match="Ray on this machine: RAY_USE_TLS is on, but RAY_TLS"):
+        connect(None).__enter__()
