@@ -21,7 +21,7 @@ EvalLosses = list[tuple[float, int, float | None]]
 def progress_of(
     meter: ArmMeter, eval_losses: Sequence[Any], prediction: Prediction | None, *, num_steps: int
 ) -> dict[str, Any]:
-    """The arm as far as it came, for `checkpoint_files.pack`, which reads the rows at once."""
+    """The arm as far as it came, for `checkpoint_files.Numbers`: the rows are the meter's own."""
     return {
         "arm": meter.name,
         "num_steps": num_steps,

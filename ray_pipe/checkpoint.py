@@ -31,7 +31,7 @@ from ray_pipe.checkpoint_files import (
     CheckpointError,
     CheckpointStore,
     Manifest,
-    pack,
+    Numbers,
 )
 from ray_pipe.errors import TrainingError
 from ray_pipe.plans import Arm
@@ -104,7 +104,7 @@ class _Pending:
     place: Folder
     aside: Folder
     save: Written
-    progress: bytes | None = None
+    progress: Numbers | None = None
     """Once the driver has the step's records, too."""
 
 
@@ -207,7 +207,7 @@ class Saver:
         """The driver has the records of a step; ends what has been written meanwhile."""
         for one in self._pending:
             if one.step == step:
-                one.progress = pack(self._progress())
+                one.progress = Numbers.of(self._progress())
         if self._committing is not None and self._committing[1].done():
             self.settle()
         if self._committing is None and self._pending and self._pending[0].progress is not None:
@@ -310,7 +310,7 @@ class Saver:
                 name = self._pipeline.file_of(index)
                 result = one.aside.write(name, [memoryview(result)])
             notes.append(result)
-        notes.append(one.aside.write(PROGRESS, [one.progress]))
+        notes.append(one.aside.write(PROGRESS, one.progress.packed()))
         return self._store.commit(one.place, one.aside, self._manifest(one.step, notes, infos))
 
     def _manifest(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_pipe.errors import ConfigError
-from ray_pipe.step_log import StepLog
+from ray_pipe.step_log import RowsThen, StepLog
 from ray_pipe.unfinished import newest_record
 from stages.storage import ATTEMPT, FileNote, Folder, StorageError, refuse_other
 
@@ -260,7 +260,7 @@ class CheckpointStore:
 
     def finish(self, arm: str, progress: Mapping[str, Any]) -> None:
         """Note that an arm is done, with all its numbers."""
-        self.folder.child(arm).replace(FINISHED, pack(progress))
+        self.folder.child(arm).replace(FINISHED, Numbers.of(progress).packed())
 
     def finished(self, arm: str) -> dict[str, Any] | None:
         """The numbers of an arm that is done; None if it is not, or they cannot be read."""
@@ -357,33 +357,55 @@ def shard_file(index: int, num_shards: int) -> str:
     return f"shard_{index}_of_{num_shards}.safetensors"
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """An arm's numbers as they were when this was made, on their way to a file.
+
+    The rows stay where they are, and are read and packed piece by piece, as often as the file is
+    written: those of a long run are never all in memory, packed or not.
+    """
+
+    parts: tuple[bytes | RowsThen, ...]
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Numbers:
+        """`value` may change afterwards, and its logs may grow."""
+        parts: list[bytes | RowsThen] = []
+        for number, (key, item) in enumerate(value.items()):
+            parts.append(f"{', ' if number else ''}{json.dumps(key)}: ".encode())
+            parts.append(item.then() if isinstance(item, StepLog) else json.dumps(item).encode())
+        return cls((b"{", *parts, b"}"))
+
+    def packed(self) -> Iterator[bytes]:
+        """The file: JSON (NaN and infinity as Python writes them), compressed, with a digest of
+        its own."""
+        import zstandard
+
+        digest, nbytes = hashlib.sha256(), 0
+        for text in self._texts():
+            digest.update(text)
+            nbytes += len(text)
+        head = digest.hexdigest().encode()
+        packing = zstandard.ZstdCompressor().compressobj(size=len(head) + nbytes)
+        for text in chain([head], self._texts()):
+            if piece := packing.compress(text):
+                yield piece
+        yield packing.flush()
+
+    def _texts(self) -> Iterator[bytes]:
+        for part in self.parts:
+            if isinstance(part, bytes):
+                yield part
+                continue
+            yield b"["
+            for place, text in enumerate(part.texts()):
+                yield f"{', ' if place else ''}{text}".encode()
+            yield b"]"
+
+
 def pack(value: Mapping[str, Any]) -> bytes:
-    """JSON (NaN and infinity as Python writes them), compressed, with a digest of its own."""
-    import zstandard
-
-    digest, nbytes = hashlib.sha256(), 0
-    for part in _parts(value):
-        digest.update(part)
-        nbytes += len(part)
-    head = digest.hexdigest().encode()
-    packing = zstandard.ZstdCompressor().compressobj(size=len(head) + nbytes)
-    packed = [packing.compress(part) for part in chain([head], _parts(value))]
-    return b"".join([*packed, packing.flush()])
-
-
-def _parts(value: Mapping[str, Any]) -> Iterator[bytes]:
-    """The JSON of a mapping, piece by piece: the rows of a long run are never all in memory."""
-    yield b"{"
-    for number, (key, item) in enumerate(value.items()):
-        yield f"{', ' if number else ''}{json.dumps(key)}: ".encode()
-        if not isinstance(item, StepLog):
-            yield json.dumps(item).encode()
-            continue
-        yield b"["
-        for place, text in enumerate(item.texts()):
-            yield f"{', ' if place else ''}{text}".encode()
-        yield b"]"
-    yield b"}"
+    """The whole file of an arm's numbers."""
+    return b"".join(Numbers.of(value).packed())
 
 
 def unpack(raw: bytes) -> dict[str, Any]:

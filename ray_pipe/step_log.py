@@ -10,10 +10,12 @@ block stays in memory, at a tenth of its size.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO, Any, overload
 
 from ray_pipe.step_row import StepRow, row_from, row_to
@@ -21,14 +23,32 @@ from ray_pipe.step_row import StepRow, row_from, row_to
 BLOCK = 128
 """Rows that are packed together; up to twice as many are kept as they are."""
 
+Block = tuple[int, int] | bytes
+"""Where packed rows lie in the file, or they themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsThen:
+    """The rows of a log as they were at one moment. Read as often as one likes, in any thread,
+    while the log grows."""
+
+    blocks: tuple[Block, ...]
+    latest: tuple[StepRow, ...]
+    file: IO[bytes] | None
+
+    def texts(self) -> Iterator[str]:
+        """The rows in JSON, many at a time, separated by commas as in a list."""
+        for block in self.blocks:
+            yield zlib.decompress(_take(self.file, block)).decode()
+        if self.latest:
+            yield ", ".join(_texts(self.latest))
+
 
 class StepLog(Sequence[StepRow]):
     """A list of rows that only grows."""
 
     def __init__(self, rows: Iterable[StepRow] = ()) -> None:
-        self._blocks: list[tuple[int, int] | bytes] = []
-        """Where each block lies in the file, or the block itself."""
-
+        self._blocks: list[Block] = []
         self._latest: list[StepRow] = []
         self._file: IO[bytes] | None = None
         self._end = 0
@@ -43,12 +63,9 @@ class StepLog(Sequence[StepRow]):
             self._blocks.append(self._put(zlib.compress(text.encode(), 1)))
             del self._latest[:BLOCK]
 
-    def texts(self) -> Iterator[str]:
-        """The rows in JSON, many at a time, separated by commas as in a list."""
-        for block in self._blocks:
-            yield zlib.decompress(self._take(block)).decode()
-        if self._latest:
-            yield ", ".join(_texts(self._latest))
+    def then(self) -> RowsThen:
+        """The rows up to now, for whoever reads them later."""
+        return RowsThen(blocks=tuple(self._blocks), latest=tuple(self._latest), file=self._file)
 
     def close(self) -> None:
         """Give the file back; nothing packed can be read any more."""
@@ -98,10 +115,10 @@ class StepLog(Sequence[StepRow]):
         return found
 
     def _unpacked(self, index: int) -> list[StepRow]:
-        text = zlib.decompress(self._take(self._blocks[index])).decode()
+        text = zlib.decompress(_take(self._file, self._blocks[index])).decode()
         return [row_from(saved) for saved in json.loads(f"[{text}]")]
 
-    def _put(self, packed: bytes) -> tuple[int, int] | bytes:
+    def _put(self, packed: bytes) -> Block:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="ray_pipe-rows-", buffering=0)  # noqa: SIM115
@@ -117,12 +134,13 @@ class StepLog(Sequence[StepRow]):
         self._end += len(packed)
         return place
 
-    def _take(self, block: tuple[int, int] | bytes) -> bytes:
-        if isinstance(block, bytes):
-            return block
-        assert self._file is not None
-        self._file.seek(block[0])
-        return self._file.read(block[1])
+
+def _take(file: IO[bytes] | None, block: Block) -> bytes:
+    if isinstance(block, bytes):
+        return block
+    assert file is not None
+    place, nbytes = block
+    return os.pread(file.fileno(), nbytes, place)  # the file's own position is the writer's
 
 
 def _texts(rows: Iterable[StepRow]) -> Iterator[str]:

@@ -22,7 +22,9 @@ from typing import Any
 
 import fsspec
 
-CHUNK_NBYTES = 8 << 20
+CHUNK_NBYTES = 1 << 20
+"""Read back at a time: as much memory as it takes, whatever the size of a file."""
+
 NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """What a system or file system answers that cannot exchange two names."""
 
@@ -108,11 +110,12 @@ class Folder:
         self.check(note)
         return note
 
-    def replace(self, name: str, data: bytes) -> FileNote:
-        """Write a small file in place of an older one: readers see the old or the new."""
+    def replace(self, name: str, data: bytes | Iterable[bytes]) -> FileNote:
+        """Write a file in place of an older one: readers see the old or the new."""
+        chunks = [data] if isinstance(data, bytes) else data
         if not self.is_local:
-            return self.write(name, [data], keep_old=True)
-        note = self.write(f"{name}.part", [data])
+            return self.write(name, chunks, keep_old=True)
+        note = self.write(f"{name}.part", chunks)
         with self._explained(f"cannot write {self.uri}/{name}"):
             os.replace(f"{self.path}/{name}.part", f"{self.path}/{name}")
             _sync_folder(self.path)

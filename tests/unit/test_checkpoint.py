@@ -61,6 +61,22 @@ def test_a_slow_disk_holds_up_only_the_third(tmp_path: Path) -> None:
     assert steps_of(run) == [1, 2, 3, 4]
 
 
+def test_a_checkpoint_has_the_rows_of_its_own_steps_though_others_were_added_since(
+    tmp_path: Path,
+) -> None:
+    def slow(pipeline: FakePipeline, step: int) -> None:
+        pipeline.slow = True
+
+    run = SavedRun(
+        path=tmp_path / "demo", steps=5, every=1, settings={"checkpoint__keep": 9}, at_step=slow
+    ).train()
+
+    saved = [one.progress()["rows"] for one in run.store.checkpoints("acsgd")]
+    assert [[row["step"] for row in rows] for rows in saved] == [
+        [*range(steps)] for steps in (1, 2, 3, 4, 5)
+    ]
+
+
 def test_without_shared_storage_the_driver_writes(tmp_path: Path) -> None:
     far = SavedRun(path=tmp_path / "far", steps=2, shared=False).train()
     near = SavedRun(path=tmp_path / "near", steps=2).train()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import tempfile
 import tracemalloc
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ray_pipe import step_log
-from ray_pipe.checkpoint_files import pack, unpack
+from ray_pipe.checkpoint_files import FINISHED, CheckpointStore, pack, unpack
 from ray_pipe.step_log import BLOCK, StepLog
 from ray_pipe.step_row import StepRow, row_to
 from ray_pipe.time_share import StageTime
+from stages.storage import Folder
 
 SOME = 3 * BLOCK + 7
 """Rows of which some are packed."""
@@ -140,3 +144,72 @@ def test_a_checkpoint_has_the_rows_as_if_they_were_a_list(count: int) -> None:
 
     plain = {"arm": "a", "rows": [row_to(one) for one in rows], "overtime": [], "last": [1.5, None]}
     assert unpack(packed) == json.loads(json.dumps(plain))
+
+
+@pytest.mark.parametrize("count", [0, 1, SOME])
+def test_rows_as_they_were_stay_so_while_the_log_grows(count: int) -> None:
+    rows = [row(step) for step in range(SOME + 2 * BLOCK)]
+    log = StepLog(rows[:count])
+    then = log.then()
+    for one in rows[count:]:
+        log.append(one)
+
+    for _ in range(2):
+        assert json.loads(f"[{', '.join(then.texts())}]") == through_json(rows[:count])
+    assert list(log) == rows
+
+
+def test_whoever_reads_in_another_thread_does_not_get_in_the_way_of_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = tempfile.TemporaryFile
+    read: list[str] = []
+
+    class Busy:
+        """Somebody reads the first rows whenever the writer has found its place."""
+
+        def __init__(self) -> None:
+            self.file = real(buffering=0)
+
+        def write(self, raw: bytes) -> int | None:
+            read.append(next(log.then().texts()))
+            return self.file.write(raw)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(step_log.tempfile, "TemporaryFile", lambda **options: Busy())
+    log = StepLog()
+    rows = [row(step) for step in range(5 * BLOCK)]
+    for one in rows:
+        log.append(one)
+
+    assert list(log) == rows
+    assert len(read) == 4
+    assert json.loads(f"[{read[-1]}]") == through_json(rows[:BLOCK])
+
+
+def test_a_file_of_numbers_takes_no_memory_for_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a checkpoint has them: what is held of it grows the process with every one."""
+    monkeypatch.setattr(step_log, "BLOCK", 4)
+    noise = random.Random(0)
+    log = StepLog(row(step, events=(noise.randbytes(8_000).hex(),)) for step in range(600))
+    store = CheckpointStore(Folder(tmp_path))
+    store.finish("a", {"rows": StepLog()})  # whatever is loaded or kept by the first
+    tracemalloc.start()
+    try:
+        store.finish("a", {"rows": log})
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert most < (tmp_path / "a" / FINISHED).stat().st_size / 2
+    saved = store.finished("a")
+    assert saved is not None
+    assert saved["rows"] == through_json(log)
+
+
+def through_json(rows: Iterable[StepRow]) -> Any:
+    return json.loads(json.dumps([row_to(one) for one in rows]))
