@@ -108,9 +108,9 @@ class Delta:
         with self._lock:
             values, shapes = check_tensor(tensor, keys)
             if not keys.remember:
-                return self._sending.encode_evaluation(values, keys)
+                return self._sending.encode_evaluation(values, keys, dtype=tensor.dtype)
             self._take_role("sender")
-            return self._sending.encode(values, shapes, keys, all_cold=False)
+            return self._sending.encode(values, shapes, keys, dtype=tensor.dtype)
 
     def resend_cold(self, tensor: Tensor, *, keys: SampleKeys) -> Packet:
         """The same micro-batch for a receiver that could not apply it: all cold, new generations.
@@ -122,12 +122,12 @@ class Delta:
             values, shapes = check_tensor(tensor, keys)
             self._take_role("sender")
             self._end.step.resends += 1
-            return self._sending.encode(values, shapes, keys, all_cold=True)
+            return self._sending.encode(values, shapes, keys, dtype=tensor.dtype, all_cold=True)
 
     # The receiver
 
     def decode(self, packet: Packet) -> Tensor:
-        """The values to compute on, fp32, padded positions zero.
+        """The values to compute on, in the tensor's own dtype, padded positions zero.
 
         All or nothing: if any sample cannot be applied, no row changes. Raises `NeedCold` (ask
         the sender for `resend_cold`), `DuplicatePacket` (every sample was applied before) or

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from compressors.base import CodecError, Compressor, Packet, RowMarks, SampleKeys
 from compressors.buffers import Mark, RowStore, as_bytes
 from compressors.delta_coding import Batch, Changes, Shape
-from compressors.identity import Identity
+from compressors.identity import Identity, dtype_name, dtype_of
 from compressors.row_format import RowFormat, matrix_shape
 
 NAME = "delta"
@@ -116,6 +117,25 @@ def check_tensor(tensor: Tensor, keys: SampleKeys) -> tuple[Tensor, list[Shape]]
         )
     values = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
     return values, _valid_shapes(shape, keys.lengths)
+
+
+def dtype_meta(dtype: torch.dtype) -> dict[str, Any]:
+    """What a packet says of its tensor's dtype: nothing in the usual case, so it costs no bytes."""
+    return (
+        {}
+        if dtype == torch.float32 or not dtype.is_floating_point
+        else {"dtype": dtype_name(dtype)}
+    )
+
+
+def stated_dtype(packet: Packet) -> torch.dtype:
+    """The dtype that the decoded values shall have."""
+    if "dtype" not in packet.meta:
+        return torch.float32
+    dtype = dtype_of(packet)
+    if not dtype.is_floating_point:
+        raise CodecError(f"delta packet has dtype {dtype_name(dtype)}, which is no float")
+    return dtype
 
 
 def _valid_shapes(shape: Shape, lengths: Sequence[int] | None) -> list[Shape]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressors.base import CodecError, NeedCold, Packet, RowMarks
 from compressors.delta_coding import check_shape, unstack
-from compressors.delta_layout import NAME, Draft, End, read_layout, valid_parts
+from compressors.delta_layout import NAME, Draft, End, read_layout, stated_dtype, valid_parts
 from compressors.visits import Kind, check_visits, groups
 
 
@@ -27,6 +27,7 @@ class Receiving:
     def decode(self, packet: Packet, rows: RowMarks) -> Tensor:
         """The values of all samples; rows are staged once everything has succeeded."""
         shapes, raw = read_layout(packet, rows)
+        dtype = stated_dtype(packet)
         check_visits(rows, shapes, self.end.store.mark)
         found = groups(rows, raw)
         if len(found) != len(packet.inner):
@@ -51,7 +52,7 @@ class Receiving:
         self.end.step.cold += sum(rows.cold)
         self.end.step.hits += len(rows.cold) - sum(rows.cold)
         self.end.step.nonfinite += num_nonfinite
-        return out
+        return out.to(dtype)
 
     def _read(
         self, kind: Kind, positions: list[int], inner: Packet, draft: Draft, outs: list[Tensor]
@@ -80,7 +81,8 @@ class Receiving:
                 f"delta packet of shape {tuple(packet.shape)} holds one of "
                 f"{tuple(packet.inner[0].shape)}"
             )
-        return codecs[packet.inner[0].codec].decode(packet.inner[0])
+        dtype = stated_dtype(packet)
+        return codecs[packet.inner[0].codec].decode(packet.inner[0]).to(dtype)
 
     def check_origin(self, packet: Packet) -> None:
         """Refuse what was not sent to these rows."""

@@ -8,12 +8,13 @@ an inner packet of its own. What is remembered is what the packet decodes to, ne
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from compressors.base import Packet, RowMarks, SampleKeys
 from compressors.buffers import Mark
 from compressors.delta_coding import Shape, keys_of, square, stack, unstack
-from compressors.delta_layout import NAME, Draft, End, valid_parts
+from compressors.delta_layout import NAME, Draft, End, dtype_meta, valid_parts
 from compressors.row_format import is_finite
 from compressors.visits import waves
 
@@ -27,9 +28,18 @@ class Sending:
         self.end = end
 
     def encode(
-        self, values: Tensor, shapes: list[Shape], keys: SampleKeys, *, all_cold: bool
+        self,
+        values: Tensor,
+        shapes: list[Shape],
+        keys: SampleKeys,
+        *,
+        dtype: torch.dtype = torch.float32,
+        all_cold: bool = False,
     ) -> Packet:
-        """The packet of a micro-batch; with `all_cold` no row is used and generations are new."""
+        """The packet of a micro-batch; with `all_cold` no row is used and generations are new.
+
+        `dtype` is what the values had before they became fp32, and have again at the receiver.
+        """
         matrices = valid_parts(values, shapes)
         draft = Draft(keys.ids, shapes)
         inner: list[Packet] = []
@@ -57,7 +67,11 @@ class Sending:
             ),
             checksum=draft.checksum() if self.end.checksum else None,
         )
-        meta = {"namespace": self.end.namespace, "rows": self.end.row_format.name}
+        meta = {
+            "namespace": self.end.namespace,
+            "rows": self.end.row_format.name,
+            **dtype_meta(dtype),
+        }
         if keys.lengths is not None:
             meta["lengths"] = keys.lengths
         if raw:
@@ -65,12 +79,14 @@ class Sending:
         shape = tuple(values.shape)
         return Packet(codec=NAME, shape=shape, meta=meta, inner=tuple(inner), rows=rows)
 
-    def encode_evaluation(self, values: Tensor, keys: SampleKeys) -> Packet:
+    def encode_evaluation(
+        self, values: Tensor, keys: SampleKeys, *, dtype: torch.dtype = torch.float32
+    ) -> Packet:
         """The values as fp32, or if asked as on a first visit; no row, counter or order of use
         changes."""
         codec = self.end.first_visit if self.end.compressed_evaluation else self.end.raw
         packet = codec.encode(values, keys=keys)
-        meta = {"namespace": self.end.namespace}
+        meta = {"namespace": self.end.namespace, **dtype_meta(dtype)}
         return Packet(codec=NAME, shape=packet.shape, meta=meta, inner=(packet,))
 
     def _warm(self, wave: list[int], matrices: list[Tensor], draft: Draft) -> list[Packet]:

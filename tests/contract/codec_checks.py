@@ -124,6 +124,16 @@ def check_shape_dtype_and_error(case: Case) -> None:
             assert error < 0.8, f"error {error} for {shape}"
 
 
+def check_own_dtype(case: Case) -> None:
+    """A float comes back as it was: a stage of bf16 weights computes on bf16, at every visit."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        edge = Edge(case)
+        for x in tensors((3, 5, 7), 2):
+            assert edge.step(x.to(dtype)).dtype == dtype
+        evaluated = edge.send(x.to(dtype), keys_of(x, remember=False))
+        assert evaluated.dtype == dtype, f"evaluated in {evaluated.dtype}"
+
+
 def check_packet_tells_all(case: Case) -> None:
     """A receiver that was never configured by tensors reads the packet after a frame."""
     for shape in SHAPES:
@@ -350,6 +360,7 @@ def damages(packet: Packet) -> Iterator[tuple[Packet, bool]]:
 
 CHECKS: tuple[Callable[[Case], None], ...] = (
     check_shape_dtype_and_error,
+    check_own_dtype,
     check_packet_tells_all,
     check_estimate,
     check_zero,

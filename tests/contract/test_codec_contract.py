@@ -25,6 +25,7 @@ from codec_checks import (
     check_no_gradient,
     check_non_contiguous,
     check_output_is_the_callers,
+    check_own_dtype,
     check_packet_tells_all,
     check_padding,
     check_shape_dtype_and_error,
@@ -164,6 +165,11 @@ class WrongShape(Twist):
 class WrongDtype(Twist):
     def decode(self, packet: Packet) -> Tensor:
         return super().decode(packet).to(torch.bfloat16)
+
+
+class AlwaysSingle(Twist):
+    def decode(self, packet: Packet) -> Tensor:
+        return super().decode(packet).float()
 
 
 class TooCoarse(Twist):
@@ -337,6 +343,7 @@ MUTANTS: list[tuple[Callable[[], Any], Callable[[Case], None]]] = [
     (WrongShape, check_shape_dtype_and_error),
     (WrongDtype, check_shape_dtype_and_error),
     (TooCoarse, check_shape_dtype_and_error),
+    (AlwaysSingle, check_own_dtype),
     (ShapeKeptAtTheSender, check_packet_tells_all),
     (MetaThatChangesOnTheWire, check_packet_tells_all),
     (EstimateOffByOne, check_estimate),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.base import Packet, SampleKeys
+from compressors.base import CodecError, Packet, SampleKeys
 from compressors.delta import Delta
 from compressors.quantize import Uniform
 from compressors.spill import Spill, SpillShelf
@@ -85,14 +86,27 @@ def test_any_shape_travels(shape: tuple[int, ...]) -> None:
         assert sender.row_digest() == receiver.row_digest()
 
 
-def test_other_dtypes_are_coded_as_fp32_and_without_their_graph() -> None:
-    sender, receiver = two_ends(first_visit=32)
+def test_other_dtypes_are_coded_as_fp32_come_back_as_they_were_and_leave_their_graph() -> None:
+    sender, receiver = two_ends(first_visit=32, rows="fp32")
     h = noise(1, 4, 32).to(torch.bfloat16).requires_grad_()
-    new = receiver.decode(sender.encode(h, keys=keys(0)))
+    packet = sender.encode(h, keys=keys(0))
+    new = receiver.decode(packet)
 
-    assert new.dtype == torch.float32
+    assert packet.inner[0].meta["dtype"] == "float32"
+    assert new.dtype == torch.bfloat16
     assert not new.requires_grad
-    assert torch.equal(new, h.detach().float())
+    assert torch.equal(new, h.detach())
+    assert sender.row_digest() == receiver.row_digest()
+
+
+def test_a_packet_of_fp32_says_nothing_of_its_dtype_and_one_that_is_no_float_is_refused() -> None:
+    sender, receiver = two_ends()
+    packet = sender.encode(noise(1, 4, 32), keys=keys(0))
+
+    assert "dtype" not in packet.meta
+    with pytest.raises(CodecError, match="delta packet has dtype int64, which is no float"):
+        receiver.decode(replace(packet, meta={**packet.meta, "dtype": "int64"}))
+    assert receiver.decode(packet).dtype == torch.float32
 
 
 def test_a_tensor_and_ids_that_do_not_match_are_refused() -> None:
