@@ -42,6 +42,14 @@ class InFlight:
     state: State
     """Of the random numbers, before the forward pass."""
 
+    buffers: Buffers
+    """What they were before it, if the backward pass computes it again."""
+
+
+Buffers = dict[str, Tensor]
+IN_PLACE = "leaf Variable that requires grad"
+"""What torch says of a block that changes the input of its stage in place."""
+
 
 class Compute:
     """The torch side of one stage. Knows nothing of codecs, links or Ray."""
@@ -69,7 +77,11 @@ class Compute:
         self.optimizer = make_optimizer(optim, self.parameters)
         self._randomness = Randomness(seed, self.device)
         self._state_before: State | None = None
-        self._buffers_before: list[Tensor] = []
+        self._buffers_before: Buffers = {}
+        self._copies_input = recompute
+        """Whether blocks get a copy: they may change it in place (`nn.ReLU(inplace=True)`), and
+        what a gradient is sent back for, or a second pass starts from, must stay as it is."""
+
         self._in_flight: dict[int, InFlight] = {}
 
     def forward(
@@ -108,14 +120,17 @@ class Compute:
     def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Backward pass of one micro-batch; returns the gradient of its input, if it has one."""
         flight = self._in_flight.pop(micro_batch)
-        output = flight.output
+        output, buffers = flight.output, {}
         if output is None:
+            buffers = self._copy_buffers()
+            self._put_buffers(flight.buffers)
             with self._randomness.drawing(flight.state):
                 output = flight.replay()
         if gradient is not None:
             gradient = gradient.to(output.device, output.dtype)
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
+        self._put_buffers(buffers)  # the second pass moved them once more, as a batch norm does
         if flight.source.requires_grad and flight.source.grad is None:
             return torch.zeros_like(flight.source)  # the output does not depend on the input
         return flight.source.grad
@@ -140,8 +155,7 @@ class Compute:
         if self._state_before is not None:
             self._randomness.state = self._state_before
             self._state_before = None
-            for buffer, before in zip(self.module.buffers(), self._buffers_before, strict=True):
-                buffer.copy_(before)
+            self._put_buffers(self._buffers_before)
 
     @property
     def random_state(self) -> State:
@@ -176,12 +190,35 @@ class Compute:
         if self._state_before is None:
             self._state_before = state
             # Those of a batch norm change in the forward pass.
-            self._buffers_before = [buffer.clone() for buffer in self.module.buffers()]
-        with torch.set_grad_enabled(not self.recompute), self._randomness.drawing():
-            output = run()
+            self._buffers_before = self._copy_buffers()
+        buffers = self._copy_buffers() if self.recompute else {}
+        try:
+            output = self._first_pass(run)
+        except RuntimeError as error:
+            if self._copies_input or IN_PLACE not in str(error):
+                raise
+            # The first pass of all, so what was before it is what was before the step.
+            self._copies_input = True
+            self._randomness.state = state
+            self._put_buffers(self._buffers_before)
+            output = self._first_pass(run)
         kept = None if self.recompute else output
-        self._in_flight[micro_batch] = InFlight(leaf, kept, run, state)
+        self._in_flight[micro_batch] = InFlight(leaf, kept, run, state, buffers)
         return output.detach()
+
+    def _first_pass(self, run: Callable[[], Tensor]) -> Tensor:
+        with torch.set_grad_enabled(not self.recompute), self._randomness.drawing():
+            return run()
+
+    def _copy_buffers(self) -> Buffers:
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def _put_buffers(self, values: Buffers) -> None:
+        """Give buffers their values of before; one that a block has made since stays."""
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in values and values[name].shape == buffer.shape:
+                    buffer.copy_(values[name])
 
     def _leaf(self, source: Tensor) -> Tensor:
         leaf = source.to(self.device).detach()
@@ -189,8 +226,9 @@ class Compute:
 
     def _run(self, leaf: Tensor, ids: tuple[int, ...], *, num_samples: int | None) -> Tensor:
         first = self._first_block
+        source = leaf.clone() if self._copies_input else leaf
         with sample_ids(ids), self._precision():
-            made = run_blocks(self.module, leaf, first_block=first)
+            made = run_blocks(self.module, source, first_block=first)
         output = check_output(made, self.module, first_block=first, num_samples=num_samples)
         return output.float() if self.precision == "bf16" else output
 
