@@ -35,6 +35,7 @@ def quantize(
     rounded away from zero so that no value is clipped and the expectation is exact.
     """
     rows, channels = x.shape
+    group = _width(group, channels)
     num_groups = -(-channels // group)
     if rows == 0 or channels == 0:
         return _empty(x, rows, channels, bits), x.new_empty(rows, num_groups, dtype=torch.bfloat16)
@@ -71,6 +72,7 @@ def dequantize(
 ) -> Tensor:
     """The values that the codes stand for."""
     rows = codes.shape[0]
+    group = _width(group, channels)
     num_groups = -(-channels // group)
     if rows == 0 or channels == 0:
         return scales.new_empty(rows, channels, dtype=torch.float32)
@@ -153,6 +155,11 @@ def _empty(x: Tensor, rows: int, channels: int, bits: int) -> Tensor:
 def _pad(x: Tensor, columns: int) -> Tensor:
     missing = columns - x.shape[1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+def _width(group: int, channels: int) -> int:
+    """A group wider than the row is one of the row's width: rows are padded to whole groups."""
+    return min(group, max(channels, 1))
 
 
 def _as_groups(x: Tensor, num_groups: int, group: int) -> Tensor:

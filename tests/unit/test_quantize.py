@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from properties import examples
 from torch import Tensor
 
+from compressors import kernels
+from compressors import kernels_torch as twin
 from compressors.base import CodecError, Packet, SampleKeys
 from compressors.kernels import NonFinite
 from compressors.quantize import DISTRIBUTIONS, Reference, Uniform, measure_contraction
@@ -253,6 +255,24 @@ def test_any_shape_and_dtype_comes_back_and_the_size_was_known(codec, shape, dty
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("grid", ["signed", "symmetric"])
+def test_a_group_wider_than_a_row_is_the_row_and_takes_no_more_memory(grid: str) -> None:
+    """Padded to such a group a row of the torch twin would have a terabyte."""
+    x = values(3, 33)
+    wide, row = 1 << 40, 33
+
+    ours = twin.quantize(x, bits=4, group=wide, grid=grid)
+    assert ours is not None
+    theirs = kernels.quantize(x, bits=4, group=row, grid=grid)
+    decoded = twin.dequantize(*ours, channels=33, bits=4, group=wide, grid=grid)
+
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    packed = {"channels": 33, "bits": 4, "grid": grid}
+    assert torch.equal(decoded, kernels.dequantize(*theirs, group=wide, **packed))
+    codec = Uniform(4, grid=grid, group=1 << 20, rounding="stochastic")
+    assert through(codec, x).shape == x.shape
+
+
 def test_stochastic_rounding_is_unbiased_on_the_symmetric_grid() -> None:
     x = values(1, 4, 32)
     codec = Uniform(3, grid="symmetric", rounding="stochastic", seed=3)
