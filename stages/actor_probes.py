@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 from stages.courier import VIEW_NBYTES
 from stages.lanes import ThreadLane
-from stages.measure import measure_stage
+from stages.measure import Output, measure_stage
 from stages.node_load import LoadWatch, NodeLoad
 from stages.process_state import is_stopped
 from stages.stage_process import StageProcess
@@ -28,16 +27,16 @@ class ProbeCalls(StageProcess):
     """What work and messages cost here, and who is alive."""
 
     def measure(
-        self, ids: tuple[int, ...], source: Any, repeats: int
-    ) -> tuple[dict[str, float], Any, NodeLoad | None]:
+        self, ids: tuple[int, ...], source: Output | None, repeats: int
+    ) -> tuple[dict[str, float], Output | None, NodeLoad | None]:
         """CPU seconds of this stage's pieces of work, its output for the next stage, and how busy
         its node was meanwhile."""
-        tensor = None if source is None else torch.from_numpy(np.array(source))
+        tensor = None if source is None else source.tensor()
         watch = LoadWatch()
         costs, output = measure_stage(
             self._spec, self._samples, ids, tensor, device=self._device, repeats=repeats
         )
-        return costs, None if output is None else output.cpu().numpy(), watch.load()
+        return costs, None if output is None else Output.of(output), watch.load()
 
     def cpu_beside_lanes(self) -> float:
         """CPU seconds of this process so far that were no work of a lane: what messages cost."""

@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from compressors.base import SampleKeys
 from compressors.frame import FrameHeader, pack, unpack
+from compressors.identity import DTYPES, dtype_name, from_part, to_part
 from compressors.registry import CodecSpec, sizing_codec
 from stages.compute import Compute
 from stages.loss import count_targets
@@ -25,6 +28,22 @@ from stages.spec import StageSpec
 
 WARM_UP = 2
 """Rounds that do not count: they touch fresh memory and fill caches."""
+
+
+class Output(NamedTuple):
+    """A stage's output on its way to the next one's measurement: numpy knows no bf16."""
+
+    raw: npt.NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(np.asarray(to_part(tensor)), dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    def tensor(self) -> Tensor:
+        return from_part(self.raw.data, DTYPES[self.dtype], self.shape, codec="measured")
+
 
 SKIP = {"forward": WARM_UP, "backward": WARM_UP, "update": 2 * WARM_UP}
 """Measurements to leave out, by phase; the codecs leave theirs out themselves."""

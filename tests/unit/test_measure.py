@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
 import torch
 from local_pipeline import DIRECTQ, Bench, acsgd, fingerprint
 from torch import nn
 
-from stages.measure import measure_stage
+from stages.measure import Output, measure_stage
 
 
 def test_each_stage_s_pieces_of_work_have_a_price() -> None:
@@ -49,3 +52,13 @@ def test_measuring_leaves_the_user_s_modules_and_random_numbers_alone() -> None:
     assert fingerprint(module.state_dict()) == before
     assert all(p.grad is None for p in module.parameters())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_output_of_any_float_reaches_the_next_stage_as_it_was(dtype: torch.dtype) -> None:
+    output = torch.linspace(-1, 1, 12).view(2, 6).t().to(dtype)  # not contiguous
+
+    sent = pickle.loads(pickle.dumps(Output.of(output)))
+
+    assert sent.shape == (6, 2)
+    assert fingerprint(sent.tensor()) == fingerprint(output)
