@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ray_pipe.ctr_section import check_ctr
 from ray_pipe.errors import ConfigError
-from ray_pipe.idle_options import check_codec_options, check_losses
+from ray_pipe.idle_options import check_codec_options, check_losses, check_optim_options
 from ray_pipe.row_memory import remembers
 from ray_pipe.sections import LINK_OPTIONS
 
@@ -29,6 +29,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     check_links(config)
     check_losses(config)
     check_codec_options(config)
+    check_optim_options(config)
     if config.task == "ctr":
         return [*check_ctr(config), *check_lasting(config.out)]
     check_stages(config, num_blocks=num_blocks)
@@ -45,7 +46,12 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
             "codec.spill_ram is set, but nothing is spilled; name a folder with "
             "codec.spill_dir, or use codec.memory_cap to remember less."
         )
-    return [*check_quality(config), *_single_pass(config), *check_lasting(config.out)]
+    return [
+        *check_quality(config),
+        *_single_pass(config),
+        *_reference_last(config),
+        *check_lasting(config.out),
+    ]
 
 
 def check_arms(config: RunConfig) -> None:
@@ -165,6 +171,11 @@ def _may_write(folder: Path) -> bool:
 
 def check_folder(path: str, *, flag: str, may_write: Callable[[Path], bool] = _may_write) -> None:
     """The folder can be written to, or be made. Makes nothing."""
+    if "://" in path:
+        raise ConfigError(
+            f"{flag} {path}: is a URI, and this must be a folder of this machine; only checkpoints "
+            "can be kept elsewhere, with --checkpoint-dir."
+        )
     folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{flag} {path}: is a file; name a folder.")
@@ -280,3 +291,15 @@ def _single_pass(config: RunConfig) -> list[str]:
     if not config.compare or config.compare == (config.codec.name,):
         raise ConfigError(text)
     return [text]
+
+
+def _reference_last(config: RunConfig) -> list[str]:
+    before = config.compare[: config.compare.index("fp32")] if "fp32" in config.compare else ()
+    if not before:
+        return []
+    better = ",".join(["fp32", *(name for name in config.compare if name != "fp32")])
+    return [
+        f"fp32 is trained after {', '.join(before)}: an arm that ends a little above its final "
+        "loss trains on until it has reached it only if that is known; put it first, "
+        f"--compare {better}"
+    ]

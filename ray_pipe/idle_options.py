@@ -7,9 +7,9 @@ they had been. What has its default's value is never refused: saved settings nam
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ray_pipe.codec_names import has_memory
+from ray_pipe.codec_names import BACKWARD, has_memory
 from ray_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,32 +18,82 @@ if TYPE_CHECKING:
 QUANTISED = ("acsgd", "directq", "reference", "acsgd-reference")
 """Codecs that have bits, forward and backward."""
 
-OF_BITS = ("fw_bits", "bw_bits")
-OF_ROWS = ("first_visit_bits", "rows", "memory_cap", "spill_dir", "spill_ram", "checksum")
+GROUPED = ("acsgd", "directq", "acsgd-topk", "acsgd-reference")
+"""Those of which something is on the grid of `codec.grid`, if only first visits."""
+
+
+class Use(NamedTuple):
+    """Options of a codec, and who has a use for them."""
+
+    keys: tuple[str, ...]
+    bases: tuple[str, ...]
+    without: str
+    """What an arm is said to lack that has none."""
+
+    instead: str
+
+
+USES = (
+    Use(("fw_bits", "bw_bits"), QUANTISED, "has no bits to choose", "acsgd or directq"),
+    Use(
+        ("first_visit_bits", "rows", "memory_cap", "spill_dir", "spill_ram", "checksum"),
+        tuple(name for name in BACKWARD if has_memory(name)),
+        "remembers no activations",
+        "acsgd",
+    ),
+    Use(("grid", "group"), GROUPED, "has no groups of channels on a grid", "acsgd or directq"),
+    Use(("rounding",), QUANTISED, "rounds to no grid", "acsgd or directq"),
+    Use(("reference_group",), ("reference", "acsgd-reference"), "has another grid", "reference"),
+    Use(("density",), ("topk", "acsgd-topk"), "sends every value", "topk"),
+)
+
+OF_REPLICAS_TOO = ("grid", "group", "rounding", "density")
+"""What replicas send each other is coded with these, whatever the arms are."""
 
 
 def check_codec_options(config: RunConfig) -> None:
-    """Bits where no arm has bits, rows where no arm remembers.
+    """Bits where no arm has bits, rows where no arm remembers, and so on.
 
     A resumed run brings the settings of all its arms, of which only some may be trained on.
     """
     if config.checkpoint.resume is not None:
         return
     names = [arm.name for arm in config.arms]
+    bases = {name.split("+")[0] for name in names}
     trained = f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} trained"
-    changed = _changed(config)
-    if not any(name.split("+")[0] in QUANTISED for name in names):
-        for key in (key for key in OF_BITS if key in changed):
+    changed = _changed(config.codec)
+    if config.sync.replicas > 1:
+        changed = {key: value for key, value in changed.items() if key not in OF_REPLICAS_TOO}
+    for use in USES:
+        for key in (key for key in use.keys if key in changed and not bases & {*use.bases}):
             raise ConfigError(
-                f"codec.{key} is {changed[key]}, but only {trained}, which has no bits to choose; "
-                f"leave it out, or use --codec acsgd or directq."
+                f"codec.{key} is {changed[key]}, but only {trained}, which {use.without}; "
+                f"leave it out, or use --codec {use.instead}."
             )
-    if not any(has_memory(name) for name in names):
-        for key in (key for key in OF_ROWS if key in changed):
-            raise ConfigError(
-                f"codec.{key} is {changed[key]}, but only {trained}, which remembers no "
-                "activations; leave it out, or use --codec acsgd."
-            )
+    if config.codec.compressed_eval and not config.eval:
+        raise ConfigError(
+            "codec.compressed_eval is True, but nothing is evaluated; add --eval, or leave it out."
+        )
+
+
+def check_optim_options(config: RunConfig) -> None:
+    """Momentum of the other optimizer, the end of a decay that is none."""
+    if config.checkpoint.resume is not None or config.sync.replicas > 1:
+        return  # a strategy may have its own use for them, as quantized-adam has for the betas
+    optim = config.optim
+    changed = _changed(optim)
+    of_other = ("momentum",) if optim.name == "adamw" else ("beta1", "beta2", "eps")
+    other = "sgd" if optim.name == "adamw" else "adamw"
+    for key in (key for key in of_other if key in changed):
+        raise ConfigError(
+            f"optim.{key} is {changed[key]:g}, but optim.name is {optim.name}, which has none; "
+            f"leave it out, or use --set optim.name={other}."
+        )
+    if "min_lr_ratio" in changed and optim.decay == "constant":
+        raise ConfigError(
+            f"optim.min_lr_ratio is {optim.min_lr_ratio:g}, but the learning rate is constant; "
+            "leave it out, or use --set optim.decay=cosine."
+        )
 
 
 def check_losses(config: RunConfig) -> None:
@@ -57,10 +107,10 @@ def check_losses(config: RunConfig) -> None:
         )
 
 
-def _changed(config: RunConfig) -> dict[str, object]:
-    default = type(config.codec)()
+def _changed(section: Any) -> dict[str, Any]:
+    default = type(section)()
     return {
         one.name: value
         for one in dataclasses.fields(default)
-        if (value := getattr(config.codec, one.name)) != getattr(default, one.name)
+        if (value := getattr(section, one.name)) != getattr(default, one.name)
     }

@@ -150,10 +150,10 @@ class CodecConfig:
     grid: Literal["signed", "symmetric"] = "signed"
     """Quantiser: signed-scale or symmetric groups. The paper's own grid is a codec, reference."""
 
-    group: int = option(32, low=1)
+    group: int = option(32, low=1, high=2**20)
     """Channels that share a scale."""
 
-    reference_group: int | None = option(None, low=1)
+    reference_group: int | None = option(None, low=1, high=2**20)
     """The same for reference and acsgd-reference; empty: as published, one scale for each channel
     of a micro-batch."""
 
@@ -248,10 +248,10 @@ class NetworkConfig:
     bandwidth_bps: float = option(Unsaid(100e6), above=0.0, unit="bandwidth")
     """Speed of each node's uplink in bits per second, such as 100Mbps; unlimited: no shaping."""
 
-    latency_s: float = option(Unsaid(0.0), low=0.0, unit="duration")
+    latency_s: float = option(Unsaid(0.0), low=0.0, below=math.inf, unit="duration")
     """One-way delay of each link, such as 20ms."""
 
-    jitter_s: float = option(Unsaid(0.0), low=0.0, unit="duration")
+    jitter_s: float = option(Unsaid(0.0), low=0.0, below=math.inf, unit="duration")
     """How far the delay varies, such as 5ms."""
 
     loss_rate: float = option(Unsaid(0.0), low=0.0, high=0.5, unit="fraction")
@@ -319,7 +319,7 @@ class OptimConfig:
     lr: float = option(1e-3, low=0.0, below=math.inf)
     """Peak learning rate."""
 
-    weight_decay: float = option(0.01, low=0.0)
+    weight_decay: float = option(0.01, low=0.0, below=math.inf)
     """Decoupled weight decay of matrices, with adamw and sgd alike: each step they shrink by lr
     times this."""
 
@@ -333,7 +333,7 @@ class OptimConfig:
     """Where the decay ends, as a share of the peak."""
 
     clip: float = option(1.0, low=0.0)
-    """Largest global gradient norm over all stages; 0: no clipping."""
+    """Largest global gradient norm over all stages; 0 or inf: no clipping."""
 
     beta1: float = option(0.9, low=0.0, below=1.0)
     """Decay of AdamW's first moment."""
@@ -341,7 +341,7 @@ class OptimConfig:
     beta2: float = option(0.95, low=0.0, below=1.0)
     """Decay of AdamW's second moment."""
 
-    eps: float = option(1e-8, above=0.0)
+    eps: float = option(1e-8, above=0.0, below=math.inf)
     """Added to AdamW's denominator."""
 
     momentum: float = option(0.0, low=0.0, below=1.0)
@@ -349,6 +349,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="optim.")
+        if math.isinf(self.clip):
+            object.__setattr__(self, "clip", 0.0)  # the same, and JSON has no infinity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -535,6 +535,28 @@ def test_steps_that_do_not_come_round_again_are_warned_of() -> None:
     assert check_repeat_visits(RunConfig(epochs=8), 640) == []
 
 
+def test_a_reference_that_comes_too_late_for_the_arms_before_it_is_told_of() -> None:
+    late = RunConfig(compare=("directq", "fp32", "acsgd")).validate()
+    first = RunConfig(compare=("fp32", "directq", "acsgd")).validate()
+    none = RunConfig(compare=("directq", "acsgd")).validate()
+
+    assert late == [
+        "fp32 is trained after directq: an arm that ends a little above its final loss trains on "
+        "until it has reached it only if that is known; put it first, --compare fp32,directq,acsgd"
+    ]
+    assert first == none == []
+
+
+def test_what_has_no_end_is_refused_or_has_another_word_that_json_can_hold() -> None:
+    config = RunConfig(optim=OptimConfig(clip=math.inf))
+
+    assert config.optim.clip == 0.0
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for section, key in ((NetworkConfig, "latency_s"), (OptimConfig, "weight_decay")):
+        with pytest.raises(ConfigError, match=f"{key} is inf; it must be .*below inf"):
+            section(**{key: math.inf})
+
+
 def test_dropout_of_our_own_models_needs_no_warning_because_its_mask_is_the_samples() -> None:
     assert RunConfig(model=ModelConfig(dropout=0.1)).validate() == []
 
@@ -671,6 +693,15 @@ def test_a_folder_that_ray_will_remove_is_warned_of(
 
     assert text.startswith(f"--out runs is {package}/runs, in Ray's own copy of --working-dir")
     assert RunConfig(out=str(tmp_path)).validate() == []
+
+
+@pytest.mark.parametrize("key", ["out", "codec.spill_dir"])
+def test_a_uri_is_not_taken_for_a_folder_of_that_name(key: str) -> None:
+    """As Ray Train's storage_path may be: `./s3:/bucket` would be made without a word."""
+    config = RunConfig().with_overrides([f"{key}=s3://bucket/runs"])
+
+    with pytest.raises(ConfigError, match=r"s3://bucket/runs: is a URI, and .*--checkpoint-dir"):
+        config.validate()
 
 
 def test_an_output_folder_without_permission_is_refused(tmp_path: Path) -> None:
