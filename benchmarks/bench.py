@@ -79,11 +79,11 @@ def train_arm(
     pool = subset(actors, config.pipeline.stages)
     pipeline = TRANSPORTS[config.pipeline.transport](pool, arm, epoch_s=time.time())
     wait_for_spares(pool, arm)
-    costs, shape = measure_costs(pipeline)
+    costs, shapes = measure_costs(pipeline)
     links = Topology.uniform(arm.topology.num_nodes, real_bps) if real_bps else arm.topology
     # The cores of this machine, however many hosts it plays.
     homes = [("here", float(len(os.sched_getaffinity(0))))] * len(costs)
-    prediction = predict(replace(arm, topology=links), costs, shape, homes=homes)
+    prediction = predict(replace(arm, topology=links), costs, shapes, homes=homes)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
     before = cpu_by_phase(pool)
     for records in pipeline.train():

@@ -51,11 +51,12 @@ def prediction_of(progress: Mapping[str, Any]) -> Prediction | None:
     saved = progress["prediction"]
     if saved is None:
         return None
+    shapes = saved.get("cut_shapes", ())
     return Prediction(
         **{
-            **saved,
+            **{key: value for key, value in saved.items() if key != "sample_shape"},
             "costs": tuple(StageCosts(**costs) for costs in saved["costs"]),
-            "sample_shape": tuple(saved["sample_shape"]),
+            "cut_shapes": tuple(tuple(shape) for shape in shapes),
             "homes": tuple((node, cores) for node, cores in saved.get("homes", ())),
         }
     )

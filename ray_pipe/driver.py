@@ -247,8 +247,8 @@ def prepare(
     pipeline = make_pipeline(actors, arm, epoch_s=epoch_s, failures=failures, boxes=boxes)
     for text in pipeline.notes():
         observer.on_warning(text)
-    costs, sample_shape = measure_costs(pipeline) if arm.fleet is None else ([], ())
-    row_elements = math.prod(sample_shape) if sample_shape else arm.row_elements
+    costs, cut_shapes = measure_costs(pipeline) if arm.fleet is None else ([], ())
+    row_elements = max(map(math.prod, cut_shapes), default=arm.row_elements)
     rooms = rooms_of(
         pipeline.infos,
         num_stages=arm.config.pipeline.stages,
@@ -261,7 +261,7 @@ def prepare(
     homes = [(str(info["node"]), float(info["num_cores"])) for info in pipeline.infos]
     prediction = None
     if arm.fleet is None:  # the simulator's stages are those of one pipeline
-        prediction = predict(arm, costs, sample_shape, homes=homes)
+        prediction = predict(arm, costs, cut_shapes, homes=homes)
         pipeline.expect(prediction.step_s)
     one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name, sink=sink))
     one.deltas = DeltaWatch(arm.codec.name, steps_per_epoch=arm.order.steps_per_epoch)
@@ -315,9 +315,9 @@ def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
     """Step times of all arms as far as they can be known now, for the estimate of the time left."""
     if one.prediction is None or not one.sees_links:
         return {}
-    costs, shape = one.prediction.costs, one.prediction.sample_shape
+    costs, shapes = one.prediction.costs, one.prediction.cut_shapes
     homes = one.prediction.homes
-    return {arm.name: simulated_step_s(arm, costs, shape, homes=homes) for arm in arms} | {
+    return {arm.name: simulated_step_s(arm, costs, shapes, homes=homes) for arm in arms} | {
         one.arm.name: one.prediction.step_s
     }
 

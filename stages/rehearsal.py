@@ -272,17 +272,18 @@ SIZES_ONLY = WireFormat(pack=_pack_size, unpack=_unpack_size)
 
 
 class PricedCompute:
-    """What `Compute` offers to a stage, without arithmetic."""
+    """What `Compute` offers to a stage, without arithmetic: shapes of its input and output."""
 
     loss = None
 
-    def __init__(self, output_shape: tuple[int, ...]) -> None:
-        self._shape = output_shape
+    def __init__(self, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> None:
+        self._before = input_shape
+        self._behind = output_shape
         self._sizes: dict[int, int] = {}
 
     def forward(self, micro_batch: int, source: Any, *, ids: Any, train: bool = True) -> Shape:
         self._sizes[micro_batch] = len(ids)
-        return Shape((len(ids), *self._shape))
+        return Shape((len(ids), *self._behind))
 
     def forward_loss(
         self, micro_batch: int, source: Any, target: Any, *, ids: Any, num_items: int, train: bool
@@ -291,7 +292,7 @@ class PricedCompute:
         return 0.0
 
     def backward(self, micro_batch: int, gradient: Any) -> Shape:
-        return Shape((self._sizes[micro_batch], *self._shape))
+        return Shape((self._sizes[micro_batch], *self._before))
 
     def squared_norms(self) -> list[float]:
         return [1 / 3, 1e-17 / 3, 1e-34 / 3]  # their exact sum is as long as a real one
@@ -319,19 +320,22 @@ def simulate(
     plans: Sequence[StepPlan],
     *,
     costs: Sequence[StageCosts],
-    sample_shape: tuple[int, ...],
+    cut_shapes: Sequence[tuple[int, ...]],
     num_cores: float = 1e9,
     homes: Sequence[Home] = (),
 ) -> Any:
     """A coroutine for `run_virtual`: the records that the stages would return, at those costs.
 
-    All share `num_cores`, or with `homes` only those of one node its cores.
+    `cut_shapes` is what one sample is at each cut, from the first to the last. All stages share
+    `num_cores`, or with `homes` only those of one node its cores.
     """
+    shapes = [(), *cut_shapes, ()]  # before the first stage and behind the last nothing is sent
+    assert len(shapes) == len(specs) + 1, f"{len(cut_shapes)} cuts of {len(specs)} stages"
 
     async def main() -> list[list[StepRecord]]:
         pipeline = LocalPipeline(
             specs=specs,
-            compute_of=lambda index: PricedCompute(sample_shape),
+            compute_of=lambda index: PricedCompute(shapes[index], shapes[index + 1]),
             samples=PricedSamples(),
             costs=costs,
             num_cores=num_cores,

@@ -21,6 +21,9 @@ from ray_pipe.plans import Arm
 from stages.record import StepRecord
 from stages.rehearsal import Home, StageCosts, cores_left, simulate
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Of one sample at each cut; a user's blocks may differ in width."""
+
 NUM_STEPS = 4
 """Steps to simulate; the last one stands for the steady state."""
 
@@ -41,7 +44,9 @@ class Prediction:
     """The same step with compute that costs nothing: what the links alone allow."""
 
     costs: tuple[StageCosts, ...]
-    sample_shape: tuple[int, ...]
+    cut_shapes: Shapes
+    """Empty in what was saved when all cuts were taken for equal."""
+
     num_cores: float
     """Of all nodes together."""
 
@@ -56,8 +61,8 @@ class Prediction:
     cores with the others. GPT2-XL in the paper, at 100 Mbps: 4.9."""
 
 
-def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], tuple[int, ...]]:
-    """Costs of each stage, and the shape of a sample at a cut. Leaves no trace in the stages."""
+def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], Shapes]:
+    """Costs of each stage, and the shape of a sample at each cut. Leaves no trace in the stages."""
     ids = pipeline.arm.order.at(0)[0]
     handles = pipeline.handles
     inputs: list[Any] = [None]
@@ -80,12 +85,12 @@ def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], tuple[int, ...]
     ]
     if len(handles) == 1:
         return costs, ()
-    sample_shape = tuple(inputs[1].shape[1:])
-    push_s, deliver_s = measure_message(pipeline, (len(ids), *sample_shape))
-    return [replace(own, push_s=push_s, deliver_s=deliver_s) for own in costs], sample_shape
+    cut_shapes = tuple(tuple(output.shape[1:]) for output in inputs[1:])
+    push_s, deliver_s = measure_message(pipeline, [(len(ids), *shape) for shape in cut_shapes])
+    return [replace(own, push_s=push_s, deliver_s=deliver_s) for own in costs], cut_shapes
 
 
-def measure_message(pipeline: Pipeline, shape: tuple[int, ...]) -> tuple[float, float]:
+def measure_message(pipeline: Pipeline, shapes: Sequence[tuple[int, ...]]) -> tuple[float, float]:
     """CPU seconds that a typical frame costs its sender and its receiver, beside the codec.
 
     A small evaluation shows what a message costs by all that it touches, event loops included;
@@ -109,12 +114,13 @@ def measure_message(pipeline: Pipeline, shape: tuple[int, ...]) -> tuple[float, 
     after = _cpu_beside_lanes(pipeline)
     num_messages = num_hops * (NUM_MESSAGES + 1)  # each stage also hears that it was seen
     message_s = (sum(after) - sum(before)) / num_messages
-    small, large = 4 * math.prod(shape[1:]), frame_nbytes(arm, shape)
+    small = [4 * math.prod(shape[1:]) for shape in shapes]
+    large = [frame_nbytes(arm, shape) for shape in shapes]
     push_s, deliver_s = message_s / 2, message_s / 2
-    for nbytes, sign in ((large, 1), (small, -1)):
+    for sizes, sign in ((large, 1), (small, -1)):
         ways = []
         for index in range(num_hops):
-            call = {handles[index].probe.remote(index + 1, nbytes, 10): index}
+            call = {handles[index].probe.remote(index + 1, sizes[index], 10): index}
             ways += pipeline.gather(call, doing=MEASURING, watch=(index + 1,))
         push_s += sign * median(own for own, _ in ways)
         deliver_s += sign * median(other for _, other in ways)
@@ -135,7 +141,7 @@ def frame_nbytes(arm: Arm, shape: tuple[int, ...]) -> int:
 def predict(
     arm: Arm,
     costs: Sequence[StageCosts],
-    sample_shape: tuple[int, ...],
+    cut_shapes: Shapes,
     *,
     homes: Sequence[Home],
 ) -> Prediction:
@@ -149,7 +155,7 @@ def predict(
     no_costs = [StageCosts() for _ in costs]
 
     def step_s(topology: Topology, prices: Sequence[StageCosts]) -> float:
-        return simulated_step_s(replace(arm, topology=topology), prices, sample_shape, homes=homes)
+        return simulated_step_s(replace(arm, topology=topology), prices, cut_shapes, homes=homes)
 
     tenants = Counter(node for node, _ in homes)
     stage_s = mean(
@@ -162,36 +168,32 @@ def predict(
         compute_step_s=step_s(free_links, only_compute),
         link_step_s=step_s(arm.topology, no_costs),
         costs=tuple(costs),
-        sample_shape=sample_shape,
+        cut_shapes=cut_shapes,
         num_cores=sum(dict(homes).values()),
         homes=tuple(homes),
         is_shaped=not arm.topology.is_unlimited,
-        link_to_compute=wire_s(arm, sample_shape) / stage_s if stage_s else 0.0,
+        link_to_compute=wire_s(arm, cut_shapes) / stage_s if stage_s else 0.0,
     )
 
 
-def wire_s(arm: Arm, sample_shape: tuple[int, ...]) -> float:
+def wire_s(arm: Arm, cut_shapes: Shapes) -> float:
     """Seconds that one micro-batch takes on the slowest pair of links, forth and back."""
-    spec = arm.specs()[0]
-    shape = (len(arm.order.at(0)[0]), *sample_shape)
-    forth, back = (
-        8 * sizing_codec(codec).estimate_nbytes(shape)
-        for codec in (spec.activation_codec, spec.gradient_codec)
-    )
-    return max(
-        (
-            forth / arm.topology.rate_bps(stage, stage + 1)
-            + back / arm.topology.rate_bps(stage + 1, stage)
-            for stage in range(spec.num_stages - 1)
-        ),
-        default=0.0,
-    )
+    spec, num_samples = arm.specs()[0], len(arm.order.at(0)[0])
+    codecs = [sizing_codec(codec) for codec in (spec.activation_codec, spec.gradient_codec)]
+
+    def pair_s(stage: int, shape: tuple[int, ...]) -> float:
+        forth, back = (8 * codec.estimate_nbytes((num_samples, *shape)) for codec in codecs)
+        return forth / arm.topology.rate_bps(stage, stage + 1) + back / arm.topology.rate_bps(
+            stage + 1, stage
+        )
+
+    return max((pair_s(stage, shape) for stage, shape in enumerate(cut_shapes)), default=0.0)
 
 
 def simulated_step_s(
     arm: Arm,
     costs: Sequence[StageCosts],
-    sample_shape: tuple[int, ...],
+    cut_shapes: Shapes,
     *,
     homes: Sequence[Home],
 ) -> float:
@@ -199,11 +201,7 @@ def simulated_step_s(
     plans = [replace(arm.plan(step), micro_batches=arm.order.at(0)) for step in range(NUM_STEPS)]
     records: list[list[StepRecord]] = run_virtual(
         simulate(
-            arm.specs(),
-            plans,
-            costs=costs,
-            sample_shape=sample_shape,
-            homes=cores_left(costs, homes),
+            arm.specs(), plans, costs=costs, cut_shapes=cut_shapes, homes=cores_left(costs, homes)
         )
     )
     ends = [max(record.end_s for record in step) for step in records]

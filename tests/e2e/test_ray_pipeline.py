@@ -163,10 +163,10 @@ def test_costs_can_be_measured_without_touching_the_training(actors: StageActors
     plain = losses_of(Pipeline(first(actors, 2), arm, epoch_s=0.0))
 
     pipeline = Pipeline(first(actors, 2), arm, epoch_s=0.0)
-    costs, shape = measure_costs(pipeline)
-    prediction = predict(arm, costs, shape, homes=[("here", 2.0)] * 2)
+    costs, shapes = measure_costs(pipeline)
+    prediction = predict(arm, costs, shapes, homes=[("here", 2.0)] * 2)
 
-    assert shape == (64, 64)
+    assert shapes == ((64, 64),)
     assert prediction.step_s > prediction.compute_step_s > 0
     assert losses_of(pipeline) == plain
 

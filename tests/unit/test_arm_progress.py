@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from ray_pipe.arm_progress import prediction_of, progress_of, restore_meter
@@ -70,7 +71,7 @@ def test_losses_that_are_no_numbers_stay_so() -> None:
 
 def test_a_prediction_comes_back_whole() -> None:
     prediction = Prediction(
-        step_s=1.0, compute_step_s=0.5, link_step_s=0.25, sample_shape=(4, 8), num_cores=2.0,
+        step_s=1.0, compute_step_s=0.5, link_step_s=0.25, cut_shapes=((4, 8),), num_cores=2.0,
         costs=(StageCosts(phases={"forward": 0.1}, push_s=0.01, deliver_s=0.02),),
         is_shaped=True, link_to_compute=4.9, homes=(("a", 2.0),),
     )  # fmt: skip
@@ -78,3 +79,7 @@ def test_a_prediction_comes_back_whole() -> None:
 
     assert prediction_of(numbers) == prediction
     assert prediction_of({**numbers, "prediction": None}) is None
+
+    old = {k: v for k, v in numbers["prediction"].items() if k != "cut_shapes"}
+    old |= {"sample_shape": [4, 8]}  # as it was written when all cuts were taken for equal
+    assert prediction_of({**numbers, "prediction": old}) == replace(prediction, cut_shapes=())

@@ -67,7 +67,7 @@ def test_a_step_time_can_be_predicted_from_the_measured_file(tmp_path: Path) -> 
     costs = [StageCosts(phases={"forward": 0.02, "backward": 0.04}) for _ in range(3)]
     step_s = {
         arm.name: simulated_step_s(
-            arm, costs, (128, 128), homes=[("here", 6.0)] * arm.config.pipeline.stages
+            arm, costs, ((128, 128),) * 2, homes=[("here", 6.0)] * arm.config.pipeline.stages
         )
         for arm in arms_of(config, gpt_workload(config))
     }

@@ -104,7 +104,7 @@ def test_others_on_a_node_make_its_steps_slower_and_not_what_compute_alone_allow
         predict(
             arm,
             [StageCosts(phases=phases, node_load=1.0, own_load=own)] * 2,
-            (8, 8),
+            ((8, 8),),
             homes=homes,
         )
         for own in (0.5, 0.4)

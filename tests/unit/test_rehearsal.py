@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from local_pipeline import DIRECTQ, FP32, Bench, acsgd
+from torch import nn
 
 from compressors.base import SampleKeys
 from compressors.frame import FrameHeader, frame_nbytes, unpack
 from compressors.registry import CodecSpec
 from netsim.clock import run_virtual
 from netsim.faults import FaultyLink
+from ray_pipe.data import DatasetSamples
 from ray_pipe.models.gpt import GPTShape
+from stages.loss import from_mean
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.rehearsal import Home, Shape, SizeOnlyCodec, StageCosts, simulate
@@ -63,7 +68,7 @@ def rehearse(
             bench.specs(),
             plans,
             costs=[own] * stages,
-            sample_shape=sample_shape,
+            cut_shapes=[sample_shape] * (stages - 1),
             num_cores=num_cores,
             homes=homes,
         )
@@ -241,7 +246,7 @@ def test_the_simulator_sends_as_many_bytes_as_real_tensors_do(arm: str) -> None:
             bench.specs(),
             plans,
             costs=[StageCosts()] * 2,
-            sample_shape=(32, 64),
+            cut_shapes=[(32, 64)],
             num_cores=1e9,
         )
     )
@@ -251,6 +256,36 @@ def test_the_simulator_sends_as_many_bytes_as_real_tensors_do(arm: str) -> None:
     assert sum(ours.values()) == pytest.approx(sum(theirs.values()), rel=0.01)
     assert ours["activation"] == pytest.approx(theirs["activation"], rel=0.01)
     assert ours["gradient"] == pytest.approx(theirs["gradient"], rel=0.01)
+
+
+def funnel(blocks: Sequence[int]) -> nn.Module:
+    """A user's model whose cuts differ: 256 values of a sample behind the first block, then 32."""
+    layers = [nn.Linear(8, 256), nn.Linear(256, 32), nn.Linear(32, 64), nn.Linear(64, 1)]
+    return nn.Sequential(*(layers[index] for index in blocks))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_cuts_of_different_width_are_simulated_each_with_its_own(arm: str) -> None:
+    activation, gradient = ARMS[arm]
+    items = DatasetSamples([(torch.full((8,), i / 12), torch.ones(1)) for i in range(12)])
+    bench = Bench(
+        num_stages=4, build=funnel, samples=items, loss=from_mean(nn.functional.mse_loss),
+        activation=activation, gradient=gradient,
+    )  # fmt: skip
+    plans = [bench.plan(step) for step in range(3)]
+    shapes = [(256,), (32,), (64,)]
+
+    real = bench.run(plans=plans).records[-1]
+    records: Records = run_virtual(
+        simulate(bench.specs(), plans, costs=[StageCosts()] * 4, cut_shapes=shapes)
+    )
+
+    for ours, theirs in zip(records[-1], real):
+        assert ours.sent.keys() == theirs.sent.keys()
+        for link, kinds in theirs.sent.items():
+            for kind in kinds.keys() - {"control"}:
+                # Parts are aligned each by itself: up to two times seven bytes of each frame.
+                assert ours.sent[link][kind] == pytest.approx(kinds[kind], abs=3 * 14), link
 
 
 @pytest.mark.parametrize(
