@@ -43,6 +43,7 @@ def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
     columns: list[tuple[str, str, Any]] = [
         ("final loss", "final_loss", loss),
         ("gap to fp32", "loss_gap", lambda value: loss(value, sign=True)),
+        ("held-out loss", "eval_loss", loss),
         ("tokens/s", "tokens_per_s", three),
         ("step time", "step_s", seconds),
         ("bytes per step", "bytes_per_step", size),

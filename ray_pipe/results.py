@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compressors import kernels
-from ray_pipe.arms import ArmSummary
+from ray_pipe.arms import REFERENCE, ArmSummary
 from ray_pipe.config import RunConfig
 from ray_pipe.errors import TrainingError
 from ray_pipe.machine import environment
@@ -37,17 +37,21 @@ def results_of(
 ) -> dict[str, Any]:
     """The object of results.json. `own` is a user's model and dataset; the settings' are unused."""
     by_name = {one.arm.name: one for one in trained}
+    limits = limits_of(trained)
     arms = []
     for summary in summaries:
         prediction = by_name[summary.name].prediction
         arm = summary.as_dict()
-        if by_name[summary.name].eval_losses:
-            arm["eval_losses"] = by_name[summary.name].eval_losses
+        if evaluations := by_name[summary.name].eval_losses:
+            arm["eval_loss"] = evaluations[-1][2]
+            arm["eval_losses"] = evaluations
         fleet = by_name[summary.name].fleet
         if fleet is not None:
             arm["replicas"] = fleet.as_dict()
         if prediction is not None and prediction.is_shaped:
             arm["link_compute_ratio"] = prediction.link_to_compute
+        if summary.name != REFERENCE and "max_speedup" in limits:
+            arm["speedup_limit"] = limits["max_speedup"]
         if (reason := by_name[summary.name].not_predicted) is not None:
             arm["not_predicted"] = reason
         arms.append(arm)
@@ -58,7 +62,7 @@ def results_of(
         "config": settings,
         "native": kernels.core() == "native",
         "arms": arms,
-        "limits": limits_of(trained),
+        "limits": limits,
         "failures": [failure.as_dict() for failure in failures],
         "environment": environment(),
     }
@@ -97,7 +101,7 @@ def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
             for name, prediction in by_arm.items()
         }
     }
-    plain = by_arm.get("fp32")
+    plain = by_arm.get(REFERENCE)
     if plain is not None and plain.is_shaped:
         limits["link_to_compute"] = plain.link_to_compute
         limits["compute_step_s"] = plain.compute_step_s
@@ -144,5 +148,5 @@ def write_all(
         write_trace(path / "trace.json", records)
         write_report(path / "report.html", results, rows=rows, steps=records)
         write_loss_figure(path / "loss_vs_time.png", results["arms"])
-    except (OSError, ImportError) as error:
-        observer.on_warning(f"the run's pictures could not be written: {error}")
+    except Exception as error:  # whatever it is, the numbers are written and the run is what it was
+        observer.on_warning(f"the run's pictures could not be written: {error!r}")

@@ -74,12 +74,25 @@ COLUMNS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
 )
 
 
+HELD_OUT: tuple[str, Callable[[Arm], str]] = (
+    "held-out\nloss",
+    lambda arm: _when(arm.get("eval_loss"), "{:.4f}".format),
+)
+"""With `--eval` a column more, behind the training loss and its gap."""
+
+HELD_OUT_WIDTH = 11
+
+
 def _columns(results: Mapping[str, Any]) -> tuple[tuple[str, Callable[[Arm], str]], ...]:
     if "clicks" not in results:
-        return COLUMNS
+        return (*COLUMNS[:2], HELD_OUT, *COLUMNS[2:]) if _is_evaluated(results) else COLUMNS
     from ray_pipe import ctr_table  # it uses what is here
 
     return ctr_table.COLUMNS
+
+
+def _is_evaluated(results: Mapping[str, Any]) -> bool:
+    return any("eval_loss" in arm for arm in results.get("arms", ()))
 
 
 def results_table(results: Mapping[str, Any], *, wide: bool) -> Table:
@@ -160,8 +173,9 @@ def verdict(results: Mapping[str, Any]) -> str:
 
 def show_results(console: Console, results: Mapping[str, Any], path: str | Path | None) -> None:
     """Table, verdict and files, on a terminal or as plain text."""
+    room = WIDE + (HELD_OUT_WIDTH if _is_evaluated(results) else 0)
     parts: list[RenderableType] = [
-        results_table(results, wide=console.width >= WIDE),
+        results_table(results, wide=console.width >= room),
         *replica_parts(results),
         Text(verdict(results)),
     ]

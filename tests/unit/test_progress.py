@@ -303,6 +303,33 @@ def test_a_wide_console_has_an_arm_per_row() -> None:
     ] in cells
 
 
+@pytest.mark.parametrize("width", [80, 120, 140])
+def test_what_eval_has_found_is_shown_and_nothing_is_cut_off(width: int) -> None:
+    console = terminal(width)
+    found = {"fp32": 2.0641, "directq": 2.2121, "acsgd": None}
+    arms = [{**arm, "eval_loss": found[arm["name"]]} for arm in (FP32, DIRECTQ, ACSGD)]
+
+    show_results(console, {**RESULTS, "arms": arms}, None)
+
+    text = text_of(console)
+    cells = [line.split() for line in text.splitlines()]
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    if width == 140:
+        (row,) = (line for line in cells if line[:1] == ["directq"])
+        assert row[1:4] == ["1.9423", "+0.1300", "2.2121"]
+    else:
+        assert ["held-out", "loss", "2.0641", "2.2121", "-"] in cells
+
+
+def test_without_eval_no_column_speaks_of_it() -> None:
+    console = plain_console(io.StringIO())
+
+    show_results(console, RESULTS, None)
+
+    assert "held-out" not in text_of(console)
+
+
 def test_a_narrow_terminal_has_an_arm_per_column() -> None:
     console = terminal(80)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from ray_pipe.config import RunConfig
+from ray_pipe.config import NetworkConfig, RunConfig
 from ray_pipe.data import DatasetSamples
 from ray_pipe.errors import TrainingError
+from ray_pipe.metrics import ArmMeter
+from ray_pipe.planner.cost import Prediction
+from ray_pipe.plans import arms_of
 from ray_pipe.report import render_report
 from ray_pipe.results import command_of, results_of, write_all
+from ray_pipe.trained import Trained
 from ray_pipe.trainer import Silent
-from ray_pipe.workload import blocks_workload
+from ray_pipe.workload import blocks_workload, gpt_workload
 from stages.loss import cross_entropy
 
 
@@ -115,6 +120,38 @@ def test_an_own_model_is_described_by_its_classes_and_never_as_the_default() -> 
     assert "Linear, Tanh on Waves" in text
     assert "gpt-tiny" not in text
     assert "pydoc" not in text
+
+
+def trained(config: RunConfig) -> list[Trained]:
+    """Arms that were predicted and evaluated, and took no step."""
+    found = []
+    for arm in arms_of(config, gpt_workload(config)):
+        prediction = Prediction(
+            step_s=2.0, compute_step_s=0.5, link_step_s=1.8, costs=(), cut_shapes=(), num_cores=2.0,
+            is_shaped=config.network.bandwidth_bps < math.inf, link_to_compute=4.9,
+        )  # fmt: skip
+        one = Trained(arm=arm, prediction=prediction, meter=ArmMeter(arm.name))
+        one.eval_losses = [(1.0, 3, 2.5), (2.0, 7, 2.25)]
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bandwidth_bps", "limits"), [(1e8, [None, 4.0, 4.0]), (math.inf, [None, None, None])]
+)
+def test_the_limit_of_a_gain_and_the_held_out_loss_stand_beside_what_was_measured(
+    bandwidth_bps: float, limits: list[float | None]
+) -> None:
+    config = RunConfig(network=NetworkConfig(bandwidth_bps=bandwidth_bps), eval=True)
+    arms = trained(config)
+
+    results = results_of(config, [one.summary() for one in arms], arms)
+
+    assert [arm.get("speedup_limit") for arm in results["arms"]] == limits
+    assert [arm["eval_loss"] for arm in results["arms"]] == [2.25] * 3
+    page = render_report(results)
+    assert "held-out loss" in page
+    assert ("possible speed-up" in page) == (bandwidth_bps < math.inf)
 
 
 def test_the_command_is_told_only_where_there_was_one() -> None:
