@@ -83,7 +83,7 @@ class ArmMeter:
         self._stage_end |= {record.stage: record.end_s for record in records}
         self._keep(row, overtime=overtime)
         if self._sink is not None:
-            self._sink.write(row)
+            self._sink.write(row, overtime=overtime)
         return row
 
     def restore(
@@ -96,7 +96,7 @@ class ArmMeter:
                 self._keep(row, overtime=is_over)
                 self._wall_before_s = max(self._wall_before_s, row.wall_s)
                 if self._sink is not None:
-                    self._sink.write(row)
+                    self._sink.write(row, overtime=is_over)
 
     def _keep(self, row: StepRow, *, overtime: bool) -> None:
         if overtime:
@@ -146,10 +146,14 @@ class MetricsFile:
         self._waiting = b""
         self._on_warning = on_warning
 
-    def write(self, row: StepRow) -> None:
-        """Append one line; a reader who follows the file never sees half of it."""
+    def write(self, row: StepRow, *, overtime: bool = False) -> None:
+        """Append one line; a reader who follows the file never sees half of it.
+
+        A line of `overtime` says so: the totals of results.json are without it.
+        """
         was_waiting = bool(self._waiting)
-        self._waiting += (to_json(row.as_dict()) + "\n").encode()
+        line = row.as_dict() | ({"overtime": True} if overtime else {})
+        self._waiting += (to_json(line) + "\n").encode()
         try:
             self._put()
         except OSError as error:

@@ -22,7 +22,7 @@ from netsim import link
 from ray_pipe.arms import ArmSummary, compare, running_mean, summarize, time_to_target
 from ray_pipe.ledger import LedgerError
 from ray_pipe.metrics import ArmMeter, MetricsFile, to_json
-from ray_pipe.step_row import finite
+from ray_pipe.step_row import finite, row_of_line
 from ray_pipe.time_share import SHARES, StageTime, shares, stage_times, union
 from stages.record import Span, StepRecord
 
@@ -572,3 +572,17 @@ def test_lines_of_before_stay_until_those_of_the_resumed_run_are_there(tmp_path:
         sink.write(row)
     assert len(path.read_text().splitlines()) == 2
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_of_overtime_say_so_and_the_others_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as sink:
+        meter = ArmMeter("a", sink=sink)
+        meter.add(make_step(step=0, start_s=0.0))
+        meter.add(make_step(step=1, start_s=9.0), overtime=True)
+        again = ArmMeter("b", sink=sink)
+        again.restore(rows=meter.rows, overtime=meter.overtime, sent=meter.ledger.by_link())
+
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("overtime") for line in lines] == [None, True, None, True]
+    assert row_of_line(lines[1]) == meter.overtime[0]
