@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ class Trained:
     deltas: DeltaWatch | None = None
     """Looks whether memory is of any use; says so to `on_warning`."""
 
+    has_skipped: bool = False
+    """Whether an update was skipped because its gradient was not finite: said once."""
+
     on_warning: Callable[[str], None] | None = None
     on_evaluated: Callable[[], None] | None = None
     on_replayed: Callable[[Sent], None] | None = None
@@ -65,6 +69,7 @@ class Trained:
         if self.saver is not None:
             self.saver.recorded(row.step)
         self.monitor.on_step(row, records)
+        self._look_at_norm(row)
         if self.deltas is not None and self.on_warning is not None:
             for text in self.deltas.look(records):
                 self.on_warning(text)
@@ -73,6 +78,17 @@ class Trained:
         else:
             self.last_records.append(records)
         return row
+
+    def _look_at_norm(self, row: StepRow) -> None:
+        is_finite = row.grad_norm is None or math.isfinite(row.grad_norm)
+        if is_finite or self.has_skipped or self.on_warning is None:
+            return
+        self.has_skipped = True
+        self.on_warning(
+            f"{self.meter.name}: the gradient of step {row.step} is not finite, so its update was "
+            "skipped; if the loss does not come back, lower --lr (metrics.jsonl names every such "
+            "step)"
+        )
 
     def add_again(self, records: list[StepRecord]) -> None:
         """A step that was run again after a failure: its bytes count, its row is there."""
