@@ -116,8 +116,7 @@ class DatasetSamples:
 
     def batch(self, ids: Sequence[int]) -> Batch:
         pairs = [self._pair(index) for index in ids]
-        inputs = [torch.as_tensor(pair[0]) for pair in pairs]
-        targets = [torch.as_tensor(pair[1]) for pair in pairs]
+        inputs, targets = ([pair[side] for pair in pairs] for side in (0, 1))
         same_inputs = len({tuple(item.shape) for item in inputs}) == 1
         same_targets = len({tuple(item.shape) for item in targets}) == 1
         if not self._may_pad and not (same_inputs and same_targets):
@@ -139,19 +138,29 @@ class DatasetSamples:
         for place in range(places + 1):
             index = place * last // places if places else 0
             for part in self._pair(index):
-                tensor = torch.as_tensor(part).detach().cpu().contiguous()
+                tensor = part.detach().cpu().contiguous()
                 total.update(f"{index} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         return total.hexdigest()[:16]
 
-    def _pair(self, index: int) -> tuple[Any, Any]:
+    def _pair(self, index: int) -> tuple[Tensor, Tensor]:
         item = self._dataset[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(
                 f"sample {index} of {type(self._dataset).__name__} is a {type(item).__name__}, "
                 "expected a pair (input, target)"
             )
-        return item[0], item[1]
+        return self._tensor(item[0], "input", index), self._tensor(item[1], "target", index)
+
+    def _tensor(self, part: Any, what: str, index: int) -> Tensor:
+        try:
+            return torch.as_tensor(part)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"the {what} of sample {index} of {self.name} is a {type(part).__name__}, which "
+                f"makes no tensor ({error}); a sample is a pair of tensors, arrays or numbers: put "
+                "several of them into one"
+            ) from None
 
 
 def _stack(items: list[Tensor], fill: int) -> Tensor:

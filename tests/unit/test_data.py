@@ -199,6 +199,19 @@ def test_a_stream_or_an_item_that_is_no_pair_is_refused() -> None:
 PADDED = Bench(num_stages=4, samples=DatasetSamples(Sentences()), optim=Bench().optim)
 
 
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (({"ids": torch.ones(3)}, 1), r"the input of sample 0 of list is a dict, which makes no"),
+        ((torch.ones(3), None), r"the target of sample 0 of list is a NoneType, which makes no"),
+        (((torch.ones(3), torch.ones(2)), 1), r"the input of sample 0 of list is a tuple, which"),
+    ],
+)
+def test_an_item_that_makes_no_tensor_is_named(item: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DatasetSamples([item] * 4)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_padded_batches_train_as_a_plain_loop_to_the_last_bit(num_stages: int) -> None:
     bench = replace(PADDED, num_stages=num_stages)
