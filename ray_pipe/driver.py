@@ -77,7 +77,8 @@ def run(
         from ray_pipe import ctr_run  # it uses what is here
 
         return ctr_run.run(config, observer)
-    plan = _plan_of(config, workload)
+    own = workload if workload is not None and workload.is_own else None
+    plan = _plan_of(config, own)
     observer.on_start(plan)
     observer.on_phase("reading the data")
     work = workload or gpt_workload(config)
@@ -109,7 +110,7 @@ def run(
         if is_cluster(config.address):
             for text in (*placement.notes(), *notes):
                 observer.on_warning(text)
-        plan |= _plan_of(config, workload)
+        plan |= _plan_of(config, own)
         arms = arms_of(config, work)
         path = config.make_folder()
         checkpoints.open(config, path)
@@ -192,7 +193,7 @@ def run(
             raise
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
-            results = results_of(config, summaries, trained, failures, own=workload)
+            results = results_of(config, summaries, trained, failures, own=own)
             results |= checkpoints.results()
             write_all(path, results, trained, observer)
     taking_up.over(None, leaves_boxes=False)
@@ -373,7 +374,7 @@ def train_on(pipeline: Pipeline, one: Trained, target: float) -> None:
     pipeline.settle()
 
 
-def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
+def _plan_of(config: RunConfig, own: Workload | None) -> dict[str, Any]:
     pipeline, size = config.pipeline, config.model.size
     shaped = config.network.topology is None
     rate = show_bandwidth(config.network.bandwidth_bps) if shaped else config.network.topology
@@ -382,8 +383,8 @@ def _plan_of(config: RunConfig, workload: Workload | None) -> dict[str, Any]:
     model = (
         f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context})"
     )
-    if workload is not None:
-        model = f"{workload.name} ({workload.num_blocks} blocks)"
+    if own is not None:
+        model = f"{own.name} ({own.num_blocks} blocks)"
     text = (
         f"{model} in {_how_many(config)} over {rate} links; {pipeline.micro_batches} "
         f"micro-batches of {pipeline.micro_batch_size}, {pipeline.schedule}"

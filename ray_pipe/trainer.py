@@ -124,6 +124,12 @@ class PipelineTrainer:
         `config.checkpoint.resume` goes on from a checkpoint.
         """
         self.config = _with_ray_train(config or RunConfig(compare=()), scaling_config, run_config)
+        if self.config.task != "text":
+            raise ConfigError(
+                f"task is {self.config.task!r}, but PipelineTrainer trains text or blocks of one's "
+                "own; click models are trained by `python -m ray_pipe.run --task ctr`, or from "
+                "Python by ray_pipe.Pipeline."
+            )
         self._progress = progress
         self._blocks = blocks
         if blocks is None:

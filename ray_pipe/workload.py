@@ -61,6 +61,11 @@ class Workload:
     """Values of one sample after each block of a user's own model, if that could be told."""
 
     @property
+    def is_own(self) -> bool:
+        """Whether model and dataset are a user's own, not those that the settings name."""
+        return bool(self.dataset)
+
+    @property
     def num_train(self) -> int:
         return len(self.samples) - self.num_held_out
 
@@ -163,6 +168,12 @@ def blocks_workload(
         if not isinstance(block, nn.Module):
             raise ConfigError(
                 f"block {index} is a {type(block).__name__}, expected a torch.nn.Module"
+            )
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in block.parameters()):
+            raise ConfigError(
+                f"block {index} ({type(block).__name__}) has parameters without a shape, which the "
+                "cut and every stage need; run one sample through the blocks first, or name its "
+                "input size"
             )
     costs = tuple(float(sum(p.numel() for p in block.parameters()) or 1) for block in made)
     if callable(blocks):

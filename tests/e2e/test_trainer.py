@@ -114,6 +114,75 @@ def test_ray_train_style_objects_set_stages_name_and_folder(cluster: None, tmp_p
     assert all(torch.equal(exported[name], result.model_state[name]) for name in exported)
 
 
+class Funnel(nn.Sequential):
+    """Weights of bf16, an activation in place behind the cut, cuts of different width."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(16, 128), nn.ReLU(inplace=True), nn.Linear(128, 8), nn.ReLU(inplace=True),
+            nn.Linear(8, 1),
+        )  # fmt: skip
+        self.to(torch.bfloat16)
+
+
+class NarrowWave(Wave):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x.to(torch.bfloat16), y.to(torch.bfloat16)
+
+
+def test_blocks_as_people_write_them_train_with_every_setting_at_its_default(
+    cluster: None, tmp_path: Path
+) -> None:
+    blocks = list(Funnel())
+    run = RunConfig(
+        compare=(),
+        epochs=3,
+        out=str(tmp_path),
+        pipeline=PipelineConfig(stages=5, micro_batches=2, micro_batch_size=4),
+        network=NetworkConfig(bandwidth_bps=100e6),
+    )
+
+    result = ray_pipe.PipelineTrainer(
+        blocks, loss=nn.functional.mse_loss, dataset=NarrowWave(), config=run, progress=False
+    ).fit()
+
+    arm = result.results["arms"][0]
+    assert arm["name"] == "acsgd"
+    assert arm["final_loss"] is not None
+    assert {weight.dtype for weight in result.model_state.values()} == {torch.bfloat16}
+    assert arm["links"]["0->1"]["activation"] > 3 * arm["links"]["2->3"]["activation"]
+
+
+def test_a_model_that_the_settings_name_is_told_by_them(cluster: None, tmp_path: Path) -> None:
+    run = RunConfig(
+        compare=(),
+        steps=3,
+        out=str(tmp_path),
+        model=ray_pipe.ModelConfig(name="gpt-nano"),
+        codec=CodecConfig(name="fp32"),
+        pipeline=PipelineConfig(stages=2, micro_batches=2, micro_batch_size=4),
+        network=NetworkConfig(bandwidth_bps=float("inf")),
+    )
+
+    result = ray_pipe.PipelineTrainer(config=run, progress=False).fit()
+
+    assert "own" not in result.results
+    assert result.results["config"]["model"]["name"] == "gpt-nano"
+    assert result.results["config"]["data"]["source"] == "pydoc"
+    assert "gpt-nano · 2 stages" in (Path(result.path) / "report.html").read_text()
+    assert result.model_state
+
+
+def test_a_click_model_is_refused_with_where_it_is_trained(tmp_path: Path) -> None:
+    config = RunConfig.from_dict({"task": "ctr", "out": str(tmp_path)})
+
+    with pytest.raises(ConfigError, match=r"task is 'ctr', but .*ray_pipe.run --task ctr`, or"):
+        ray_pipe.PipelineTrainer(
+            blocks(), loss=nn.functional.mse_loss, dataset=Wave(), config=config
+        )
+
+
 def test_more_stages_than_blocks_are_refused_with_both_numbers(tmp_path: Path) -> None:
     trainer = ray_pipe.PipelineTrainer(
         [nn.Linear(16, 1)],

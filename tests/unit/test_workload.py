@@ -57,6 +57,10 @@ def test_a_function_makes_the_same_weights_in_every_stage() -> None:
         (nn.Linear(2, 2), "one Linear, which cannot be cut"),
         ([], "has no blocks"),
         ([nn.Linear(2, 2), "x"], "block 1 is a str"),
+        (
+            [nn.Flatten(), nn.LazyLinear(2)],
+            r"block 1 \(LazyLinear\) has parameters without a shape",
+        ),
     ],
 )
 def test_what_is_no_sequence_of_modules_is_refused(blocks, message: str) -> None:
