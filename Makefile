@@ -17,7 +17,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard native/*.* native/rows/*)
 
 help:
 	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
-	@echo "make test    the test suite, two parts at a time (some 20 minutes on two cores);"
+	@echo "make test    the test suite, three parts at a time (some 13 minutes on two cores);"
 	@echo "             the heavier ones have targets of their own:"
 	@echo "make test-thorough  every property with four times the examples (about two minutes)"
 	@echo "make test-chaos     kill, stop and corrupt: every action of every stage (about 10 minutes)"
@@ -38,7 +38,7 @@ $(READY): $(SOURCES)
 demo: $(READY)
 	$(BIN)/python -m ray_pipe.run --bandwidth 100Mbps
 
-# One part after the other on each of two cores; status and closing line of each part at the end.
+# Three parts at a time until none is left; status and closing line of each part at the end.
 test: $(READY)
 	$(BIN)/python tests/run_parts.py
 

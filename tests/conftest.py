@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch and ray are imported. Ray: no token file, no telemetry, every log line once.
 os.environ.update(
@@ -24,7 +25,7 @@ import pytest
 import torch
 from hypothesis import settings
 from properties import ALL_EXAMPLES
-from suite_parts import PARTS, keep_few_cases_quick, parts_of
+from suite_parts import PARTS, check_marks, keep_few_cases_quick, may_hold, parts_of
 
 torch.set_num_threads(1)
 settings.register_profile("ordinary", deadline=None, max_examples=ALL_EXAMPLES // 4)
@@ -37,13 +38,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         choices=PARTS,
         help="only one part of the suite: what uses the tests' own Ray cluster, what starts a Ray "
-        "of its own, what trains models for a gate, or the rest; `make test` runs two at a time",
+        "of its own, what trains models for a gate, or the rest; `make test` runs three at a time",
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part = config.getoption("--part")
+    is_test = collection_path.match("test_*.py")
+    return True if part and is_test and not may_hold(collection_path, part) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     keep_few_cases_quick(items)
+    check_marks(items)
     part = config.getoption("--part")
     if part is not None:
         parts = parts_of(items)

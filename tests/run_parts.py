@@ -1,4 +1,4 @@
-"""`make test`: the parts of the suite, two at a time, until none is left.
+"""`make test`: the parts of the suite, three at a time, until none is left.
 
 Every part is a pytest of its own. The first one is shown as it runs, the others behind it; the
 closing line of each is repeated at the end. Exit status 0 only if every part ended with 0.
@@ -21,6 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(".pytest_cache")
 FAILED = Path("v/cache/lastfailed")
+WORKERS = 3
+"""Of two cores, because most parts wait half of their time: for processes, links and deadlines."""
+
 NOTHING_RUN = 5
 """pytest's status where a selection leaves nothing of a part: no fault of that part."""
 
@@ -127,7 +130,7 @@ if __name__ == "__main__":
     from suite_parts import PARTS
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("words", nargs="*", help="for pytest; after --")
     own = parser.parse_args()
     sys.exit(main(list(PARTS), own.words, own.workers))

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-PARTS = ("cluster", "rest", "commands", "training")
-"""In the order in which they are begun: the longest first, those that use both cores last.
+PARTS = (
+    *("rest", "cluster", "commands", "cluster-2", "commands-2"),
+    *("rest-2", "training"),
+)
+"""In the order in which they are begun: what computes and what waits side by side, and last what
+uses both cores and minds no delay.
 
 cluster   files that use the Ray cluster of the tests: one process, one cluster
 commands  other tests with Ray: programs and clusters of their own, all in other processes
@@ -20,7 +24,15 @@ training  the quality gates: two processes that train
 rest      everything else, without Ray
 """
 
+SECOND = {
+    "cluster": {"test_ctr_ray", "test_rec_pipeline", "test_killed_shards", "test_replicas"},
+    "commands": {"test_monitoring"},
+    "rest": {"test_row_stress"},
+}
+"""Files that make up the second half of a part, which runs by itself: about half of its time."""
+
 TRAINING = Path("e2e") / "test_quality.py"
+RAY_MARK = "mark.ray"
 
 
 def parts_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, str]:
@@ -28,14 +40,36 @@ def parts_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, str]:
     items = list(items)
     with_cluster = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
 
-    def part(item: pytest.Item) -> str:
-        if item.path.parts[-2:] == TRAINING.parts:
+    def kind(item: pytest.Item) -> str:
+        if is_training(item.path):
             return "training"
         if item.get_closest_marker("ray") is None:
             return "rest"
         return "cluster" if item.path in with_cluster else "commands"
 
+    def part(item: pytest.Item) -> str:
+        is_second = item.path.stem in SECOND.get(kind(item), ())
+        return f"{kind(item)}-2" if is_second else kind(item)
+
     return {item: part(item) for item in items}
+
+
+def is_training(path: Path) -> bool:
+    return path.parts[-2:] == TRAINING.parts
+
+
+def may_hold(path: Path, part: str) -> bool:
+    """Whether a file is to be read for a part at all; reading all of them takes seconds."""
+    if part == "training":
+        return is_training(path)
+    return part.startswith("rest") or RAY_MARK in path.read_text(encoding="utf-8")
+
+
+def check_marks(items: Iterable[pytest.Item]) -> None:
+    """Of all tests: none would be in no part because `may_hold` does not see what it is."""
+    for item in items:
+        if item.get_closest_marker("ray") is not None and RAY_MARK not in item.path.read_text():
+            raise pytest.UsageError(f"{item.nodeid} is for Ray, but its file has no {RAY_MARK}")
 
 
 def keep_few_cases_quick(items: Iterable[pytest.Item]) -> None:

@@ -10,20 +10,26 @@ from pathlib import Path
 
 import pytest
 import run_parts
-from suite_parts import PARTS, spread
+from suite_parts import PARTS, SECOND, spread
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = {
     "conftest.py": """
 import pytest
-from suite_parts import PARTS, keep_few_cases_quick, parts_of
+from suite_parts import PARTS, check_marks, keep_few_cases_quick, may_hold, parts_of
 
 def pytest_addoption(parser):
     parser.addoption("--part", choices=PARTS)
 
+def pytest_ignore_collect(collection_path, config):
+    part = config.getoption("--part")
+    if part and collection_path.match("test_*.py") and not may_hold(collection_path, part):
+        return True
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     keep_few_cases_quick(items)
+    check_marks(items)
     part = config.getoption("--part")
     parts = parts_of(items)
     items[:] = [item for item in items if part in (None, parts[item])]
@@ -54,6 +60,20 @@ import pytest
 def test_cases(case): pass
 """,
     "e2e/test_quality.py": "def test_trains(): pass\n",
+    "test_replicas.py": """
+import pytest
+
+@pytest.mark.ray
+def test_of_the_second_half(cluster): pass
+def test_of_the_first_half_of_the_rest(): pass
+""",
+    "test_monitoring.py": """
+import pytest
+
+@pytest.mark.ray
+def test_watches(): pass
+""",
+    "test_row_stress.py": "def test_rows(): pass\n",
     "pytest.ini": "[pytest]\nmarkers =\n  ray: r\n  slow: s\n  quick(n): q\n",
 }
 
@@ -88,9 +108,31 @@ def test_every_test_is_in_exactly_one_part(suite: Path) -> None:
     found = {part: names(suite, "--part", part) for part in PARTS}
 
     assert found["cluster"] == ["test_with_the_cluster", "test_beside_it"]
+    assert found["cluster-2"] == ["test_of_the_second_half"]
     assert found["commands"] == ["test_a_command"]
+    assert found["commands-2"] == ["test_watches"]
+    assert found["rest-2"] == ["test_rows"]
     assert found["training"] == ["test_trains"]
     assert sorted(name for part in found.values() for name in part) == sorted(names(suite))
+
+
+def test_a_test_that_a_part_would_overlook_is_refused(suite: Path) -> None:
+    """Parts with Ray read only the files that have its mark in them."""
+    (suite / "test_hidden.py").write_text(
+        "import pytest\npytestmark = getattr(pytest.mark, 'ray')\ndef test_hidden(): pass\n"
+    )
+
+    done = python(suite, "-m", "pytest", "--collect-only", "-q", "--part", "rest")
+
+    assert done.returncode != 0
+    assert "test_hidden is for Ray, but its file has no mark.ray" in done.stdout + done.stderr
+
+
+def test_the_second_halves_are_files_that_are_there() -> None:
+    known = {path.stem for path in TESTS.rglob("test_*.py")}
+
+    assert {name for names in SECOND.values() for name in names} <= known
+    assert {*SECOND} == {part.removesuffix("-2") for part in PARTS if part.endswith("-2")}
 
 
 def test_of_many_cases_a_few_are_quick_and_none_is_lost(suite: Path) -> None:
