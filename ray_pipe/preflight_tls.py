@@ -1,6 +1,6 @@
 """TLS between this process and a cluster's head: who of the two speaks it, and what is missing.
 
-Part of `ray_pipe.preflight`. Ray's own word for all of these is "failed to connect", a minute later.
+Part of `ray_pipe.preflight`. Ray's own word for all of these is "failed to connect", a minute on.
 """
 
 from __future__ import annotations
