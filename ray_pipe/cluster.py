@@ -162,17 +162,24 @@ def nodes() -> list[Node]:
     ]
 
 
-def ask_nodes(work: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
-    """What `work` returns in a process on each node, by the node's id; an error in its place where
-    it fails, or there is no answer."""
+def ask_nodes(
+    work: Callable[..., Any],
+    *args: Any,
+    among: Collection[str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    **options: Any,
+) -> dict[str, Any]:
+    """What `work` returns in a process on each node (or `among` those ids), by the node's id; an
+    error in its place where it fails, or there is no answer in time."""
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(work)
     calls = {
         remote.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
         ).remote(*args, **options): node.id
         for node in nodes()
+        if among is None or node.id in among
     }
-    ray.wait(list(calls), num_returns=len(calls), timeout=START_TIMEOUT_S)
+    ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
     found: dict[str, Any] = {}
     for call, node_id in calls.items():
         try:

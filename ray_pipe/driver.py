@@ -100,6 +100,8 @@ def run(
     epoch_s = time.time()
     observer.on_phase("starting Ray")
     with connect(config.address, dashboard=config.dashboard, job_name=config.name) as dashboard:
+        if is_cluster(config.address):
+            taking_up.await_nodes(observer.on_phase)
         placement = place(config.pipeline.stages * config.sync.replicas, nodes())
         if taking_up.left is not None:
             observer.on_phase(f"asking every node what {taking_up.left.folder} has left there")

@@ -1,7 +1,8 @@
 """Takes up a run whose driver was killed, and keeps the record by which this one can be taken up.
 
     before Ray is started   `find`       what is left, which arms are done
-    Ray is there            `ask`        nodes tell what boxes they have; stages are placed there
+    Ray is there            `await_nodes`  until the nodes with boxes have joined, on a cluster
+                            `ask`        nodes tell what boxes they have; stages are placed there
     an arm begins           `go_back`    all stages to the step that was chosen, or to a checkpoint
                             `begun`      the arm's entry in unfinished.json
     the run is over         `over`       the record goes
@@ -17,9 +18,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ray_pipe.box_search import await_nodes, find_boxes
 from ray_pipe.checkpoint import code_version, data_of
 from ray_pipe.checkpoint_files import Checkpoint, CheckpointError
-from ray_pipe.cluster import ask_nodes, nodes
+from ray_pipe.cluster import nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.errors import ConfigError, Terminated
 from ray_pipe.ledger import Ledger, Sent
@@ -31,7 +33,6 @@ from ray_pipe.plans import Arm
 from ray_pipe.recovery import DRIVER, Failure
 from ray_pipe.resume import BoxStart, Resume, Start
 from ray_pipe.unfinished import RunRecord, remove_record
-from stages.left_boxes import LeftBox, look
 
 Warn = Callable[[str], None]
 
@@ -97,6 +98,17 @@ class TakingUp:
 
     # --- black boxes ------------------------------------------------------------------------
 
+    def await_nodes(self, on_phase: Callable[[str], None]) -> None:
+        """On a cluster, before stages are placed: the nodes with boxes may be on their way."""
+        left = self.left
+        if left is not None and left.training and (note := left.note(left.training))["run"]:
+            await_nodes(
+                note.get("nodes", ()),
+                folder=left.folder,
+                on_phase=on_phase,
+                on_warning=self._on_warning,
+            )
+
     def ask(
         self,
         arms: Sequence[Arm],
@@ -126,7 +138,7 @@ class TakingUp:
                 )
             self._tell_why_not(name, start, [trouble])
             return placement
-        found = self._ask_nodes(note, len(placement.nodes))
+        found = find_boxes(note, len(placement.nodes), on_warning=self._on_warning)
         held = [box.trouble for own in found.values() for box in own if box.is_held]
         if held:
             raise CheckpointError(
@@ -171,22 +183,6 @@ class TakingUp:
         )
         self._gone = ()
         return moved
-
-    def _ask_nodes(self, note: Mapping[str, Any], num_stages: int) -> dict[str, list[LeftBox]]:
-        answers = ask_nodes(
-            look,
-            note["black_box"],
-            run=note["run"],
-            num_stages=num_stages,
-            spill=note["spill"],
-        )
-        found: dict[str, list[LeftBox]] = {}
-        for node, answer in answers.items():
-            if isinstance(answer, BaseException):
-                self._on_warning(f"node {node[:8]} did not tell which black boxes it has: {answer}")
-            else:
-                found[node] = answer
-        return found
 
     def _own(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """A checkpoint of the course that the boxes are of; one that an earlier run has left in

@@ -35,6 +35,21 @@ class LeftBox:
     """Another process has it open: the run may still be alive."""
 
 
+def nbytes_of(setting: str, *, run: str, num_stages: int, spill: str | None = None) -> int | None:
+    """How much there is for `look` to read on this node; None if it has no box of the run."""
+    folders = [
+        folder
+        for stage in range(num_stages)
+        if (own := existing(setting, run, stage)) is not None
+        for folder in (own, beside_spill(setting, run, stage, spill))
+        if folder is not None and folder.is_dir()
+    ]
+    if not folders:
+        return None
+    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
 def look(
     setting: str,
     *,

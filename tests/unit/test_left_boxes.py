@@ -11,7 +11,7 @@ import torch
 from compressors.buffers import Change, Mark
 from stages.black_box import BlackBox, Image
 from stages.box_places import open_box
-from stages.left_boxes import LeftBox, look
+from stages.left_boxes import LeftBox, look, nbytes_of
 from stages.record import StepRecord
 
 NUM_STAGES = 2
@@ -75,6 +75,17 @@ def test_a_stage_whose_box_is_not_here_is_left_out_and_so_are_boxes_of_another_r
 
     assert [box.stage for box in both(tmp_path)] == [1]
     assert look(str(tmp_path), run="other", num_stages=NUM_STAGES) == []
+
+
+def test_a_node_tells_how_much_there_is_to_read(tmp_path: Path) -> None:
+    fill(tmp_path, stage=0, steps=range(3))
+    fill(tmp_path, stage=1, steps=range(3))
+
+    found = nbytes_of(str(tmp_path), run="r", num_stages=NUM_STAGES)
+
+    assert found == sum(len(data) for data in files(tmp_path).values())
+    assert found > 4 * 8000  # two images of two stages
+    assert nbytes_of(str(tmp_path), run="other", num_stages=NUM_STAGES) is None
 
 
 def _flip(path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from saved_runs import SavedRun
 from test_left_run import boxes_with, leave
 
+from ray_pipe import box_search
 from ray_pipe import taking_up as module
 from ray_pipe.checkpoint_files import CheckpointError
 from ray_pipe.checkpointing import RunCheckpoints
@@ -21,7 +22,7 @@ from ray_pipe.recovery import Failure
 from ray_pipe.resume import BoxStart, Start
 from ray_pipe.taking_up import TakingUp
 from ray_pipe.unfinished import FILE
-from stages.left_boxes import LeftBox
+from stages.left_boxes import LeftBox, nbytes_of
 
 NODES = [Node(id=f"n{i}", ip=f"10.0.0.{i}") for i in range(3)]
 PLACED = Placement(nodes=(NODES[0], NODES[1]), num_gpus=0.0)
@@ -44,10 +45,12 @@ class World:
         self.asked: list[Any] = []
 
         def ask_nodes(work: Any, *args: Any, **options: Any) -> dict[str, Any]:
+            if work is nbytes_of:
+                return {node: 10 << 30 if own else None for node, own in found.items()}
             self.asked.append((args, options))
-            return found
+            return {node: found[node] for node in options["among"]}
 
-        monkeypatch.setattr(module, "ask_nodes", ask_nodes)
+        monkeypatch.setattr(box_search, "ask_nodes", ask_nodes)
         monkeypatch.setattr(module, "nodes", lambda: NODES)
 
     def find(self) -> RunCheckpoints:
@@ -74,8 +77,75 @@ def test_stages_are_placed_where_their_boxes_lie(
     assert (start.boxes.run, start.after, start.source) == ("abc-1", 4, "box")
     assert len(start.boxes.progress["rows"]) == 5
     assert world.told == []
-    assert world.asked == [(("auto",), {"run": "abc-1", "num_stages": 2, "spill": None})]
+    ((args, options),) = world.asked
+    assert args == ("auto",)
+    assert (options["run"], options["num_stages"], options["spill"]) == ("abc-1", 2, None)
+    assert options["among"] == ["n0", "n2"]  # the other one has none
+    assert options["timeout_s"] > 300  # ten gigabytes are not read in two minutes everywhere
     assert checkpoints.failures[0].kind == "died"  # of before the driver's death
+
+
+class Joining:
+    """A cluster whose nodes come one after the other, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after_s: dict[str, float]) -> None:
+        self.now = 0.0
+        self.phases: list[str] = []
+        self.told: list[str] = []
+        monkeypatch.setattr(
+            box_search,
+            "nodes",
+            lambda: [Node(id=ip, ip=ip) for ip, s in after_s.items() if self.now >= s],
+        )
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+    def wait(self, *wanted: str) -> None:
+        box_search.await_nodes(
+            wanted,
+            folder=Path("runs/demo"),
+            on_phase=self.phases.append,
+            on_warning=self.told.append,
+            clock=lambda: self.now,
+            pause=self.pause,
+        )
+
+
+def test_nodes_that_are_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    joining = Joining(monkeypatch, {"10.0.0.0": 0.0, "10.0.0.1": 20.0, "10.0.0.2": 30.0})
+
+    joining.wait("10.0.0.0", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+
+    assert joining.now == 30.0
+    assert joining.told == []
+    assert joining.phases == [
+        "waiting for node 10.0.0.1, 10.0.0.2, where stages of runs/demo were",
+        "waiting for node 10.0.0.2, where stages of runs/demo were",
+    ]
+
+
+def test_a_node_that_does_not_come_is_named_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joining = Joining(monkeypatch, {"10.0.0.0": 0.0})
+
+    joining.wait("10.0.0.0", "10.0.0.7")
+
+    assert joining.now == 60.0
+    assert joining.told == [
+        "node 10.0.0.7, where stages of runs/demo were, did not join the cluster within 60 s"
+    ]
+
+
+def test_who_has_nothing_to_wait_for_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining = Joining(monkeypatch, {})
+    joining.wait()
+    TakingUp().await_nodes(joining.phases.append)
+
+    assert joining.phases == []
 
 
 @pytest.mark.parametrize(
