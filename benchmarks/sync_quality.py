@@ -9,9 +9,11 @@ a run of ours gradients are clipped to a norm of 1: without that the first large
 replica's own moments, and the strategies part by 2 to 6 %. The learning rate warms up and decays.
 
 `sgd`: momentum 0.9, whose steps add up, so that averaging parameters is averaging gradients but
-for where they were taken. `adam`: AdamW, and quantized-adam against it. A replica that normalises
-its own noisy gradient makes shorter steps than one that normalises the mean of n, by up to sqrt(n);
-so strategies that average parameters are given a learning rate sqrt(n) larger.
+for where they were taken: one rate for all. `adam`: AdamW, and quantized-adam against it. A replica
+that normalises its own noisy gradient makes shorter steps than one that normalises the mean of n,
+by up to sqrt(n); and one that mixes in what is some iterations old goes slower. One rate for all
+would compare rates. So all strategies, all-reduce as well, try the same ones with a seed that is
+not among the three, and train with what was best then.
 
 Unlike data (`sync_unlike.py`): 16 replicas, how far the mean model stays above the best possible
 once it no longer falls. All in virtual time, with the classes that run in the actors.
@@ -45,11 +47,15 @@ SHAPE = GPTShape(layers=2, width=32, heads=2, context=32)
 NUM, BATCH, NUM_SAMPLES, NUM_HELD_OUT, EPOCHS = 4, 8, 1536, 256, 8
 STEPS = EPOCHS * NUM_SAMPLES // NUM // BATCH
 WARMUP, CLIP = STEPS // 20, 1.0
-LR = {"sgd": 0.1, "adam": 1e-3}
+RATES = {"sgd": (0.1,), "adam": (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)}
+"""Tried in this order, until one is worse than the one before."""
+
+TUNING_SEED = 100
 OPTIM = {
     "sgd": OptimSpec(name="sgd", momentum=0.9, weight_decay=0.0),
     "adam": OptimSpec(name="adamw", weight_decay=0.0),
 }
+FOUR_BITS, TOP = CodecSpec(name="directq", bits=4), CodecSpec(name="topk", density=0.1)
 AVERAGING = {
     "local, 4 steps": SyncSpec(name="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
     "diloco, 8 steps": SyncSpec(name="local", local_steps=8),
@@ -62,25 +68,32 @@ AVERAGING = {
     "hop, skip 4": SyncSpec(name="hop", backup_workers=1, skip=4),
     "hop, skip 4, one 4x slower": SyncSpec(name="hop", backup_workers=1, skip=4),
     "hop, 8 bits": SyncSpec(name="hop", codec=CodecSpec(name="directq", bits=8)),
+    "hop, top 10 %": SyncSpec(name="hop", codec=TOP),
+    "ripples, pairs, 4 bits": SyncSpec(name="ripples", group_size=2, codec=FOUR_BITS),
+    "ripples, pairs, top 10 %": SyncSpec(name="ripples", group_size=2, codec=TOP),
 }
 """Strategies that average parameters."""
 
 SLOW = {"hop, skip 4, one 4x slower": "2:4x"}
 """Among equals nobody jumps. The slow replica's skipped steps are samples that nobody sees."""
 
-QUANTIZED = SyncSpec(
-    name="quantized-adam", warmup=STEPS // 4, codec=CodecSpec(name="directq", bits=4)
-)
+QUANTIZED = SyncSpec(name="quantized-adam", warmup=STEPS // 4, codec=FOUR_BITS)
 LIKE = {
     "sgd": {"all-reduce": SyncSpec(), **AVERAGING},
     "adam": {"all-reduce": SyncSpec(), "quantized-adam, 4 bits": QUANTIZED, **AVERAGING},
 }
 
 
-def rate(optimizer: str, name: str) -> float:
-    """The peak learning rate of a strategy."""
-    wider = optimizer == "adam" and name in AVERAGING
-    return LR[optimizer] * (math.sqrt(NUM) if wider else 1.0)
+def rates_tried(sync: SyncSpec, tokens: Tensor, *, optimizer: str, slow: str) -> dict[float, float]:
+    """Peak learning rates and the losses they lead to, the best one first."""
+    found: dict[float, float] = {}
+    for lr in RATES[optimizer]:
+        if len(RATES[optimizer]) == 1:
+            return {lr: math.nan}
+        found[lr] = gpt_loss(sync, TUNING_SEED, tokens, optimizer=optimizer, lr=lr, slow=slow)
+        if not found[lr] <= min(found.values()):
+            break
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
 class GptShard(ModuleShard):
@@ -176,8 +189,9 @@ def like_data(optimizer: str, seeds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, sync in LIKE[optimizer].items():
         start = time.process_time()
-        lr = rate(optimizer, name)
         slow = SLOW.get(name, "")
+        tried = rates_tried(sync, tokens, optimizer=optimizer, slow=slow)
+        lr = next(iter(tried))
         losses = [
             gpt_loss(sync, seed, tokens, optimizer=optimizer, lr=lr, slow=slow)
             for seed in range(seeds)
@@ -185,6 +199,8 @@ def like_data(optimizer: str, seeds: int) -> dict[str, Any]:
         base = found["all-reduce"]["losses"] if found else losses
         apart = [loss / exact - 1 for loss, exact in zip(losses, base, strict=True)]
         found[name] = {"losses": losses, "apart": apart, "lr": lr}
+        if len(tried) > 1:
+            found[name]["tried"] = {f"{rate:g}": loss for rate, loss in tried.items()}
         print(
             f"{optimizer} {name}: {[round(x, 4) for x in losses]}, "
             f"{100 * max(apart, key=abs):+.2f} %, {time.process_time() - start:.0f} s of CPU",

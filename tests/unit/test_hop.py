@@ -464,6 +464,22 @@ def test_hop_learns(sync: SyncSpec) -> None:
     assert float((mean_of(trainers) - optimum).pow(2).mean()) < 0.05
 
 
+def way_of_the_mean(sync: SyncSpec, slow: str = "") -> float:
+    """How far the mean model goes in an iteration, of a step of all replicas with one gradient."""
+    steps, lr = 100, 1e-4  # so far from the optimum that gradients do not change
+    trainers = quadratics(4, lr=lr, dim=2, compute_s=uniform_time(4, slow))
+    run_fleet(trainers, sync, steps, topology=slow_net(4, rate_bps=1e8))
+    return float(mean_of(trainers).mean()) / (steps * lr)
+
+
+def test_parameters_of_another_iteration_are_another_learning_rate() -> None:
+    """Old ones of a straggler hold the mean back; the newest of equals, which are from after one's
+    own start, pull it ahead. docs/replicas.md says so."""
+    assert way_of_the_mean(STD) == pytest.approx(1.0, abs=0.03)
+    assert way_of_the_mean(SyncSpec(name="hop", backup_workers=1, skip=4), "2:4x") < 0.65
+    assert way_of_the_mean(STALE) > 1.3
+
+
 class MeanOfReceived(Hop):
     """Renormalises over whoever arrived: rows sum to one, columns do not."""
 
