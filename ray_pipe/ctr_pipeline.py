@@ -26,6 +26,7 @@ from ray_pipe.saving import Save
 from ray_pipe.shards import Shards
 from stages.box_places import BRIEF
 from stages.embedding.shard_folders import saved_shards
+from stages.plan import StepPlan
 
 SEE_S = 60.0
 
@@ -74,21 +75,39 @@ class CtrPipeline(Pipeline):
 
     def settle_embeddings(self) -> dict[str, Any]:
         """Wait for the gradients that are on their way; stage 0's counts so far."""
-        self.settle()
-        call = {self.handles[0].settle_embeddings.remote(): 0}
-        numbers: dict[str, Any] = self.gather(call, doing="waiting for its gradients to arrive")[0]
-        return numbers
+        while True:
+            self.settle()
+            call = {self.handles[0].settle_embeddings.remote(): 0}
+            try:
+                numbers: dict[str, Any] = self.results(call, "waiting for its gradients")[0]
+            except CallsFailed as failed:
+                self._rescue(Item(plan=self.arm.plan(max(self.last_known, 0))), failed)
+                continue
+            return numbers
 
     def score(self, step: int) -> tuple[ScoreCounts, Records]:
         """Logits of all held-out samples after a step, and the records of the last of them."""
         assert isinstance(self.arm, CtrArm)
-        parts, records = [], []
+        parts: list[ScoreCounts] = []
+        records: Records = []
         for plan in self.arm.evaluations(step):
-            records = self.evaluate(plan)
-            call = {self.handles[-1].scores.remote(): len(self.handles) - 1}
-            ((logits, labels),) = self.gather(call, doing="telling its scores")
-            parts.append(ScoreCounts.of(logits, labels))
+            scores, records = self.scored(plan)
+            parts.append(ScoreCounts.of(*scores))
         return parts[0].merge(*parts[1:]), records
+
+    def scored(self, plan: StepPlan) -> tuple[tuple[Any, Any], Records]:
+        """Logits and labels of one evaluation, and its records; run again if they are lost with the
+        last stage."""
+        num, last = sum(map(len, plan.micro_batches)), len(self.handles) - 1
+        while True:
+            records = self.evaluate(plan)
+            try:
+                call = {self.handles[last].scores.remote(num): last}
+                scores: tuple[Any, Any] = self.results(call, "telling its scores")[last]
+            except CallsFailed as failed:
+                self._rescue(Item(plan=plan), failed)
+                continue
+            return scores, records
 
     # --- checkpoints ------------------------------------------------------------------------------
 

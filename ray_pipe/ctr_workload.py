@@ -87,14 +87,25 @@ class ClickLoss:
             self._kept.append((logits.detach().clone(), targets.detach().clone()))
         return binary_cross_entropy(logits, targets)
 
-    def scores(self) -> tuple[Any, Any]:
-        """Logits and labels since the last call."""
-        kept, self._kept = self._kept, []
+    def scores(self, num: int) -> tuple[Any, Any]:
+        """Logits and labels of the last `num` samples."""
+        kept, self._kept = last_of(self._kept, num), []
         if not kept:
             return np.empty(0, np.float32), np.empty(0, np.float32)
         logits = torch.cat([one.reshape(-1).float() for one, _ in kept])
         labels = torch.cat([one.reshape(-1).float() for _, one in kept])
         return logits.numpy(), labels.numpy()
+
+
+def last_of(kept: list[tuple[Tensor, Tensor]], num: int) -> list[tuple[Tensor, Tensor]]:
+    """Of the outputs and labels of micro-batches those of the last `num` samples: before them may
+    be some of an evaluation that was broken off, and run again."""
+    total = sum(len(labels) for _, labels in kept)
+    first = 0
+    while total > num:
+        total -= len(kept[first][1])
+        first += 1
+    return kept[first:]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Path: ray_pipe.rec_pipeline -> ray_pipe.rec_arm -> ray_pipe.ctr_pipeline
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,20 @@ from torch import Tensor
 
 from ray_pipe.cluster import StageActors
 from ray_pipe.ctr_pipeline import CtrPipeline
-from ray_pipe.ctr_workload import CtrArm
+from ray_pipe.ctr_workload import CtrArm, last_of
 from ray_pipe.errors import TrainingError
-from ray_pipe.pipeline import Item, Records
+from ray_pipe.pipeline import CallsFailed, Item, Records
 from ray_pipe.rec_batches import Loaded
 from ray_pipe.rec_loader import Loader
 from ray_pipe.shards import Shards
+from stages.embedding.loaded import PART_BITS
 from stages.optim import lr_at
 from stages.plan import StepPlan
 from stages.spec import StageSpec
+from stages.state import StageState
+
+KEPT_STEPS = 3
+"""Of steps that have ended, as many are kept: after a failure the last one or two are run again."""
 
 
 class OwnLoss:
@@ -53,9 +58,9 @@ class OwnLoss:
             raise ValueError(f"loss_fn(output, label) gives one number, the mean; got {what}")
         return (loss if self._is_whole else loss * num), num
 
-    def scores(self) -> tuple[Any, Any]:
-        """Outputs and labels since the last call."""
-        kept, self._kept = self._kept, []
+    def scores(self, num: int) -> tuple[Any, Any]:
+        """Outputs and labels of the last `num` samples."""
+        kept, self._kept = last_of(self._kept, num), []
         sides = [[one.reshape(-1).float() for one in side] for side in zip(*kept, strict=True)]
         if not sides:
             return np.empty(0, np.float32), np.empty(0, np.float32)
@@ -66,6 +71,11 @@ class OwnLoss:
 @dataclass(frozen=True, kw_only=True)
 class LoadedArm(CtrArm):
     """Training on what a loader brings."""
+
+    known: dict[int, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict, compare=False, hash=False
+    )
+    """Micro-batches of the steps that may be run again."""
 
     @property
     def loader(self) -> int:
@@ -80,7 +90,7 @@ class LoadedArm(CtrArm):
         ]
 
     def plan(self, step: int, replica: int = 0) -> StepPlan:
-        return self.plan_of(step, ())
+        return self.plan_of(step, self.known.get(step, ()))
 
     def plan_of(self, step: int, micro_batches: tuple[tuple[int, ...], ...]) -> StepPlan:
         """What every stage is told about a training step."""
@@ -102,11 +112,20 @@ class LoadedArm(CtrArm):
 
 
 class LoadedPipeline(CtrPipeline):
-    """Stages, shards and the loader of one life of a user's pipeline."""
+    """Stages, shards and the loader of one life of a user's pipeline.
+
+    Batches are kept until no failure can lead back before them: a stage that takes the place of one
+    that died has none, and a loader cannot be asked twice.
+    """
+
+    has_learned = False
+    """Whether the stages hold more than their blocks had at the start."""
 
     def __init__(
         self, actors: StageActors, arm: LoadedArm, *, shards: Shards, epoch_s: float
     ) -> None:
+        self._sent: dict[int, tuple[int, Sequence[Loaded]]] = {}  # by number: step, micro-batches
+        self._loss: Any = None
         super().__init__(actors, arm, shards=shards, epoch_s=epoch_s)
         self.loader = Loader(
             node=arm.loader,
@@ -123,9 +142,15 @@ class LoadedPipeline(CtrPipeline):
 
     def submit(self, loaded: Sequence[Loaded], *, step: int) -> None:
         """Send a training step's batch, and have it run when its turn comes."""
-        micro_batches = self.loader.send(loaded, step=step)
+        micro_batches = self._send(loaded, step=step)
+        self.own.known[step] = micro_batches
         self.queue.append(Item(plan=self.own.plan_of(step, micro_batches)))
         self._launch()
+
+    def _send(self, loaded: Sequence[Loaded], *, step: int) -> tuple[tuple[int, ...], ...]:
+        micro_batches = self.loader.send(loaded, step=step)
+        self._sent[_first(micro_batches)] = (step, loaded)
+        return micro_batches
 
     def advance(self) -> Records:
         """Wait for the oldest step under way; its records, with what shards and loader sent."""
@@ -135,22 +160,59 @@ class LoadedPipeline(CtrPipeline):
             self.shards.raise_error()  # a stage that waits for a dead shard is not the cause
             raise
         first, *others = self._with_shards(records)
+        self.has_learned = True
+        for old in [step for step in self.own.known if step <= first.step - KEPT_STEPS]:
+            self._sent.pop(_first(self.own.known.pop(old)), None)
         return [replace(first, sent={**first.sent, **self.loader.look()}), *others]
 
     def score_parts(self, loaded: Sequence[Loaded], *, step: int, part: int) -> tuple[Any, Any]:
         """Outputs and labels of some micro-batches, forward only, after a step."""
-        micro_batches = self.loader.send(loaded, step=-1)
+        micro_batches = self._send(loaded, step=-1)
         plan = replace(
             self.own.plan_of(step, micro_batches), schedule="forward", train=False, part=part
         )
-        self.evaluate(plan)
-        scores = self.gather({self.handles[-1].scores.remote(): 0}, doing="telling its outputs")[0]
-        return scores[0], scores[1]
+        scores, _ = self.scored(plan)
+        del self._sent[_first(micro_batches)]
+        return scores
 
     def set_loss(self, loss: Any) -> None:
         """Another loss for the steps that are submitted from now on; none may be under way."""
         assert not self.queue
+        self._loss = loss
         self.gather({self.handles[-1].set_loss.remote(loss): 0}, doing="taking its loss")
 
     def close(self) -> None:
         self.loader.close()
+
+    # --- after a failure --------------------------------------------------------------------------
+
+    def load_states(self, states: Sequence[StageState]) -> None:
+        super().load_states(states)
+        self.has_learned = True
+
+    def set_up(self, stages: range | tuple[int, ...], *, reborn: bool = False) -> dict[Any, int]:
+        """As the first time only where nothing is lost by it."""
+        if self.has_learned and not reborn:
+            raise TrainingError("no black box holds what the stages have learned")
+        return super().set_up(stages, reborn=reborn)
+
+    def _rescue(self, item: Item, failed: CallsFailed) -> None:
+        """New processes know neither the loss nor the batches that are under way; the others have
+        let go of those that are run again."""
+        super()._rescue(item, failed)
+        last = len(self.handles) - 1
+        if self._loss is not None:
+            try:
+                self.results(
+                    {self.handles[last].set_loss.remote(self._loss): last}, "taking a loss"
+                )
+            except CallsFailed as again:
+                self._rescue(item, again)
+                return
+        for first, (step, loaded) in self._sent.items():
+            self.loader.send_again(loaded, step=step, first=first)
+
+
+def _first(micro_batches: Sequence[Sequence[int]]) -> int:
+    """The number of the first of them."""
+    return micro_batches[0][0] >> PART_BITS

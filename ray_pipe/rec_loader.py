@@ -84,11 +84,15 @@ class Loader:
     def send(self, loaded: Sequence[Loaded], *, step: int) -> tuple[tuple[int, ...], ...]:
         """Send the micro-batches of a training step, or of none (-1); what a plan calls them."""
         first, self._next = self._next, self._next + len(loaded)
-        for letter in letters(loaded, step=step, first=first, last=self._last):
-            self._loop.call_soon(self._post, letter)
+        self.send_again(loaded, step=step, first=first)
         return tuple(
             sample_ids_of(first + place, one.part.num_samples) for place, one in enumerate(loaded)
         )
+
+    def send_again(self, loaded: Sequence[Loaded], *, step: int, first: int) -> None:
+        """Micro-batches that were sent as number `first` and following, to whoever is there now."""
+        for letter in letters(loaded, step=step, first=first, last=self._last):
+            self._loop.call_soon(self._post, letter)
 
     def _post(self, letter: Letter) -> None:
         self._links[letter.target].send(letter.frame, kind=letter.kind)

@@ -39,7 +39,7 @@ from ray_pipe.planner.placement import place
 from ray_pipe.rec_arm import LoadedPipeline
 from ray_pipe.rec_batches import Batches, Loaded, num_samples
 from ray_pipe.rec_link import Link
-from ray_pipe.rec_loss import StepLoss
+from ray_pipe.rec_loss import StepLoss, told_in_python
 from ray_pipe.rec_plan import arm_of, config_of, taken_apart, workload_of
 from ray_pipe.rec_stage import EmbeddingStage, check_shards
 from ray_pipe.recovery import Failure
@@ -69,6 +69,7 @@ class Pipeline:
         address: str | None = None,
         deadline_s: float = 60.0,
         max_shard_failures: int = 3,
+        max_stage_failures: int = 3,
         name: str = "pipeline",
     ) -> None:
         """`stages`: an `EmbeddingStage`, then modules that feed each other; each is a dense stage
@@ -76,6 +77,10 @@ class Pipeline:
         (default: AdamW, lr 1e-3, no decay, no clipping); tables have their own. `codec` is how
         activations travel between stages. `address` is of a Ray cluster; without it, and without
         a Ray that runs already, one is started. Nothing starts before it is needed.
+
+        Shards and stages that die are replaced, so often; -1: always, 0: never. A stage goes on
+        with the weights of its last step, from its black box; a shard with the rows of the last
+        `save` or `load`.
         """
         self.emb, self.blocks = taken_apart(stages)
         self._num_stages = len(self.blocks) if num_stages is None else num_stages
@@ -87,6 +92,7 @@ class Pipeline:
             codec=codec,
             seed=seed,
             deadline_s=deadline_s,
+            max_failures=max_stage_failures,
         )
         self._address, self._name = address, name
         self._max_shard_failures = max_shard_failures
@@ -102,16 +108,16 @@ class Pipeline:
         self._is_connected = False
         self._life = ExitStack()
         self._pipeline: LoadedPipeline | None = None
-        self._broken: BaseException | None = None
+        self._broken: TrainingError | None = None
         self._is_closed = False
         self._loss: tuple[Any, bytes] | None = None
         self._losses: dict[int, float] = {}
         self._next_step = 0
         self._part = 0
         self._ledger = Ledger()
-        self._numbers: dict[str, Any] = {}
+        self._book = rec_rows.ClientBook()
         self.failures: list[Failure] = []
-        """Shards that died and were replaced."""
+        """Of shards and stages that were replaced: what happened, and where it went on."""
 
         self.emb.attach(self)
 
@@ -200,8 +206,9 @@ class Pipeline:
     def _settle(self) -> list[str]:
         """Wait until every gradient has reached its shard; what was refused on the way."""
         with self._breaking():
-            self._numbers = self._running().settle_embeddings()
-        refusals: list[str] = self._numbers["refusals"]
+            told = self._running().settle_embeddings()
+        self._book.note(told)
+        refusals: list[str] = told["refusals"]
         return refusals
 
     def _use(self, loss_fn: LossOf) -> None:
@@ -246,6 +253,7 @@ class Pipeline:
         """All weights, optimizer states and rows after the steps so far, as one checkpoint."""
         self.drain()
         with self._breaking():
+            self._running().check_in()
             rec_saves.save(self._running(), self.emb, folder, steps=self._next_step)
         self._keep(open_checkpoint(Folder(str(folder))))
 
@@ -264,6 +272,7 @@ class Pipeline:
         rec_saves.check_blocks(self._pipeline or self._running(), checkpoint)
         self._life.close()
         self._pipeline = self._broken = self._loss = None
+        self._book = rec_rows.ClientBook()
         self._num_shards = num_shards
         with self._breaking():
             pipeline = self._running()
@@ -283,7 +292,7 @@ class Pipeline:
     def embedding_stats(self) -> dict[str, Any]:
         """See `EmbeddingStage.stats`."""
         self.drain()
-        return rec_rows.stats_of(self._running(), self._ledger, self._numbers)
+        return rec_rows.stats_of(self._running(), self._ledger, self._book.numbers())
 
     def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:
         """See `EmbeddingStage.export`."""
@@ -334,9 +343,7 @@ class Pipeline:
         if self._is_closed:
             raise TrainingError("this Pipeline is closed; make another, and `load` a checkpoint")
         if self._broken is not None:
-            raise TrainingError(
-                f"this Pipeline ended: {self._broken}; `load` a checkpoint to go on from it"
-            ) from self._broken
+            raise TrainingError(f"this Pipeline ended: {self._broken}") from self._broken
         if self._pipeline is None:
             self._begin()
         assert self._pipeline is not None
@@ -380,11 +387,13 @@ class Pipeline:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """What ends a step inside ends this life of the pipeline."""
+        """What ends a step inside ends this life of the pipeline, and says how to go on."""
         try:
             yield
         except TrainingError as error:
-            self._broken = error
+            if self._broken is None:
+                self._broken = told_in_python(error)
+                raise self._broken from error
             raise
 
 

@@ -46,6 +46,7 @@ def config_of(
     codec: str,
     seed: int,
     deadline_s: float,
+    max_failures: int,
 ) -> RunConfig:
     """The settings of a run that the stages know."""
     config = RunConfig.from_dict(
@@ -57,8 +58,7 @@ def config_of(
             "codec.name": codec,
             "pipeline.stages": stages,
             "pipeline.micro_batches": micro_batches,
-            "faults.max_failures": 0,
-            "faults.black_box": "off",
+            "faults.max_failures": max_failures,
         },
         source="Pipeline",
     )

@@ -5,6 +5,7 @@ Path: ray_pipe.rec_pipeline -> ray_pipe.rec_rows -> stages.embedding.shard_actor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,29 @@ from ray_pipe.rec_arm import LoadedPipeline
 from stages.embedding.in_process import merged_stats
 
 CALL_S = 600.0
+COUNTS = ("lost_pushes", "lost_versions", "refused", "resent")
+"""Of stage 0: what is counted from its beginning."""
+
 NOT_ADDED = ("sent", "spans", "troubles")
 """Of a shard's books: not numbers of rows."""
+
+
+class ClientBook:
+    """What stage 0 counted, in all its lives: one that takes its place begins with nothing."""
+
+    def __init__(self) -> None:
+        self._now: Mapping[str, Any] = {}
+        self._past: Counter[str] = Counter()
+
+    def note(self, told: Mapping[str, Any]) -> None:
+        """Its counts so far, in its present life."""
+        if self._now and self._now["session"] != told["session"]:
+            self._past.update({key: self._now[key] for key in COUNTS})
+        self._now = told
+
+    def numbers(self) -> dict[str, Any]:
+        """The latest, with what earlier lives counted."""
+        return {**self._now, **{key: self._past[key] + self._now[key] for key in COUNTS}}
 
 
 def ask(pipeline: LoadedPipeline, method: str, *args: Any) -> list[Any]:

@@ -80,10 +80,10 @@ class StageActor(SavingCalls, ReplicaCalls, ProbeCalls):
         if self._stage is not None and self._stage.feed is not None:
             self._loop.call_soon(self._stage.feed.nudge, shard)
 
-    def scores(self) -> Any:
-        """Logits and labels of the last evaluation, from the last stage."""
+    def scores(self, num: int) -> Any:
+        """Logits and labels of the last evaluation, of so many samples, from the last stage."""
         collected: Any = self.stage.compute.loss
-        return collected.scores()
+        return collected.scores(num)
 
     def set_loss(self, loss: Any) -> None:
         """Another function of output and label from the next step on, at the last stage."""

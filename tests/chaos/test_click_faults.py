@@ -6,8 +6,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ray_pipe.sections import CheckpointConfig
 from ray_pipe.shards import Shards
 from ray_pipe.trainer import Silent
 from stages.embedding.embedding_spec import ShardMishap
+from stages.mishap import Mishap
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray]
 STEPS = 16
@@ -56,19 +57,21 @@ def config(tau: int) -> RunConfig:
 
 
 @contextmanager
-def mishaps(*those: ShardMishap) -> Iterator[None]:
-    """Arms whose shards end themselves."""
+def changed_arms(change: Callable[[CtrArm], CtrArm]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         plain = ctr_run.ctr_arms
-
-        def with_mishaps(*args: Any) -> list[CtrArm]:
-            return [
-                replace(arm, embedding=replace(arm.embedding, mishaps=those))
-                for arm in plain(*args)
-            ]
-
-        patch.setattr(ctr_run, "ctr_arms", with_mishaps)
+        patch.setattr(ctr_run, "ctr_arms", lambda *args: [change(arm) for arm in plain(*args)])
         yield
+
+
+def mishaps(*those: ShardMishap) -> AbstractContextManager[None]:
+    """Arms whose shards end themselves."""
+    return changed_arms(lambda arm: replace(arm, embedding=replace(arm.embedding, mishaps=those)))
+
+
+def stage_mishaps(*those: Mishap) -> AbstractContextManager[None]:
+    """Arms whose stage 0 ends itself."""
+    return changed_arms(lambda arm: replace(arm, mishaps=tuple((0, one) for one in those)))
 
 
 @pytest.mark.parametrize("tau", [0, 2])
@@ -156,3 +159,30 @@ def test_a_shard_that_dies_in_an_evaluation_is_asked_again(cluster: None, tmp_pa
     assert arm["auc"] is not None
     assert len(arm["losses"]) == STEPS
     assert [failure["kind"] for failure in outcome.results["failures"]] == ["died"]
+
+
+def test_a_stage_that_dies_in_an_evaluation_counts_no_sample_twice(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage lives and has scored some of it when the evaluation is run again."""
+    own = replace(config(0), data=replace(config(0).data, num_samples=8000))
+    counted: list[int] = []
+    score = CtrPipeline.score
+
+    def watched(self: CtrPipeline, step: int) -> Any:
+        found = score(self, step)
+        counted.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(CtrPipeline, "score", watched)
+    arms = []
+    for name, those in (("whole", ()), ("broken", (Mishap(point="F11", step=STEPS - 1),))):
+        with stage_mishaps(*those):
+            outcome = ctr_run.run(replace(own, out=str(tmp_path / name)), Told())
+        arms += outcome.results["arms"]
+
+    whole, broken = arms
+    assert [failure["kind"] for failure in outcome.results["failures"]] == ["died"]
+    assert counted == [800, 800]
+    assert broken["auc"] == whole["auc"]
+    assert broken["log_loss"] == whole["log_loss"]

@@ -19,7 +19,7 @@ from rec_bench import Plain, batches, blocks, tables
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ray_pipe
-from ray_pipe import CheckpointError, rec
+from ray_pipe import CheckpointError, StageDied, TrainingError, rec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 for module in (sys.modules[__name__], rec_bench):
@@ -226,6 +226,60 @@ def test_a_shard_that_is_killed_is_replaced_and_its_lost_pushes_are_counted(
         assert 0 <= stats["lost_pushes"] <= 3
         assert stats["lost_pushes"] + stats["lost_versions"] >= 1
         assert stats["version"] == len(made)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dense_stage_that_is_killed_is_replaced_and_no_bit_is_lost(
+    cluster: None, victim: int
+) -> None:
+    """Between steps, in a step with others under way behind it, and before an evaluation."""
+    made, plain = batches(14), Plain(tables())
+    expected = [plain.step(batch) for batch in made]
+    held_out = batches(4, seed=9, size=40)
+    with pipeline(tables()) as pipe:
+        losses = pipe.fit(made[:4], binary_cross_entropy_with_logits)
+        pipe.drain()
+        ray.kill(pipe._running().handles[victim])
+        losses += pipe.fit(made[4:8], binary_cross_entropy_with_logits)
+        pipe.drain()
+        ray.kill(pipe._running().handles[victim])
+        found = rec.evaluate(pipe, held_out)
+        ahead = [pipe.step(batch, binary_cross_entropy_with_logits) for batch in made[8:]]
+        if victim:  # gradients that are on their way to the shards would be lost with stage 0
+            float(ahead[0])
+            ray.kill(pipe._running().handles[victim])
+        losses += map(float, ahead)
+
+        assert losses == expected
+        assert_same(plain, pipe)
+        assert found.num_samples == 160
+        assert [(one.kind, one.stage) for one in pipe.failures] == [("died", victim)] * (2 + victim)
+        assert "with the state of its black box; the run went on from step 3" in str(
+            pipe.failures[0]
+        )
+        stats = pipe.emb.stats()
+        assert stats["version"] == len(made)
+        assert stats["lost_pushes"] == 0
+
+
+def test_a_stage_that_may_not_be_replaced_ends_the_pipeline_and_load_starts_it_anew(
+    cluster: None, tmp_path: Path
+) -> None:
+    made, plain = batches(6), Plain(tables())
+    expected = [plain.step(batch) for batch in made]
+    with pipeline(tables(), max_stage_failures=0) as pipe:
+        pipe.fit(made[:3], binary_cross_entropy_with_logits)
+        pipe.save(tmp_path / "ckpt")
+        ray.kill(pipe._running().handles[1])
+        with pytest.raises(StageDied, match=r"max_stage_failures is 0; `load` of a folder"):
+            pipe.fit(made[3:], binary_cross_entropy_with_logits)
+        for _ in range(2):
+            with pytest.raises(TrainingError, match=r"^this Pipeline ended: stage 1 died"):
+                pipe.drain()
+
+        pipe.load(tmp_path / "ckpt")
+        assert pipe.fit(made[3:], binary_cross_entropy_with_logits) == expected[3:]
+        assert_same(plain, pipe)
 
 
 def test_the_shipped_recommender_runs(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ray_pipe.config import RunConfig
 from ray_pipe.ctr_checks import check_capacity, check_rows
 from ray_pipe.ctr_workload import ClickLoss, click_task, ctr_arms
 from ray_pipe.errors import ConfigError
+from ray_pipe.rec_arm import OwnLoss
 
 
 def config(**changes: Any) -> RunConfig:
@@ -161,7 +162,33 @@ def test_the_loss_keeps_logits_in_an_evaluation_only() -> None:
         loss(logits, labels)
         loss(logits[:1], labels[:1])
 
-    scores, truth = loss.scores()
+    scores, truth = loss.scores(3)
     assert np.array_equal(scores, np.array([0.5, -1.0, 0.5], np.float32))
     assert truth.tolist() == [1.0, 0.0, 1.0]
-    assert len(loss.scores()[0]) == 0
+    assert len(loss.scores(3)[0]) == 0
+
+
+@pytest.mark.parametrize("loss", [ClickLoss(), OwnLoss(micro_batches=1)])
+def test_an_evaluation_that_was_broken_off_and_run_again_is_told_once(loss: Any) -> None:
+    logits, labels = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
+    with torch.no_grad():
+        loss(logits[:2], labels[:2])  # a stage died here
+        loss(logits[:2], labels[:2])
+        loss(logits[2:], labels[2:])
+
+    scores, truth = loss.scores(3)
+
+    assert scores.tolist() == [1.0, 2.0, 3.0]
+    assert truth.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_several_outputs_a_sample_stay_together() -> None:
+    loss = OwnLoss(micro_batches=1)
+    with torch.no_grad():
+        for _ in range(2):
+            loss(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 0.0]))
+
+    scores, truth = loss.scores(2)
+
+    assert scores.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert truth.tolist() == [1.0, 0.0]

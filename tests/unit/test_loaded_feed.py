@@ -248,7 +248,9 @@ def test_evaluation_reads_what_training_has_pushed_and_leaves_no_trace() -> None
         for part, batch in enumerate(held_out, start=1):
             plan = replace(bench.send(batch, step=-1), step=3, train=False, part=part)
             await bench.run(replace(plan, schedule="forward"))
-        outputs, labels = bench.stages[1].compute.loss.scores()
+        outputs, labels = bench.stages[1].compute.loss.scores(
+            sum(len(batch["label"]) for batch in held_out)
+        )
         assert [shard.stats()["rows"] for shard in bench.shards] == rows
         await bench.train(made[4:], first=4)
         await bench.drain()
