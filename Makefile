@@ -48,9 +48,10 @@ test-thorough: $(READY)
 quick: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not cluster and not chaos" tests/unit tests/contract
 
+# Times recoveries, so new stages are new processes of Ray's own.
 test-chaos: $(READY)
 	RAY_PIPE_RECOVERY_RESULTS=benchmarks/results/recovery.json \
-	  $(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos
+	  $(BIN)/python -m pytest --cold-workers -m "chaos or not chaos" tests/chaos
 
 soak: $(READY)
 	$(BIN)/python tests/chaos/soak.py --minutes $(MINUTES)

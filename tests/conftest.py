@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before torch and ray are imported. Ray: no token file, no telemetry, every log line once.
@@ -26,6 +27,7 @@ import torch
 from hypothesis import settings
 from properties import ALL_EXAMPLES
 from suite_parts import PARTS, check_marks, keep_few_cases_quick, may_hold, parts_of
+from worker_forks import forked_workers
 
 torch.set_num_threads(1)
 settings.register_profile("ordinary", deadline=None, max_examples=ALL_EXAMPLES // 4)
@@ -39,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=PARTS,
         help="only one part of the suite: what uses the tests' own Ray cluster, what starts a Ray "
         "of its own, what trains models for a gate, or the rest; `make test` runs three at a time",
+    )
+    parser.addoption(
+        "--cold-workers",
+        action="store_true",
+        help="let the tests' own Ray start its workers itself, seconds of CPU each; otherwise they "
+        "are forks that have torch loaded",
     )
 
 
@@ -60,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     """A Ray cluster of this machine, started once for all tests that need it."""
     import ray
 
@@ -74,6 +82,8 @@ def cluster() -> Iterator[None]:
         "logging_level": "ERROR",
         "object_store_memory": 200 << 20,
     }
-    start_ray(options, tries=START_TRIES)
-    yield
-    ray.shutdown()
+    is_cold = request.config.getoption("--cold-workers")
+    with nullcontext() if is_cold else forked_workers():
+        start_ray(options, tries=START_TRIES)
+        yield
+        ray.shutdown()

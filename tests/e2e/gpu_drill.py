@@ -3,7 +3,7 @@
 Ray believes in as many GPUs as it is told of; the stages find no CUDA and compute on the CPU, so
 that what is tried here is who holds which GPU. Run as a program: its Ray is its own.
 
-    python -m tests.e2e.gpu_drill nodes | spares
+    PYTHONPATH=tests python -m tests.e2e.gpu_drill nodes | spares
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+from worker_forks import forked_workers
 
 from ray_pipe.cluster import StageActors
 from ray_pipe.pipeline import Pipeline
@@ -30,7 +31,10 @@ from tests.chaos.killing import make_arm
 @contextmanager
 def gpu_cluster(*num_gpus: int) -> Iterator[Any]:
     """Nodes of this machine with so many GPUs each, the head first."""
-    with tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp", ignore_cleanup_errors=True) as temp:
+    with (
+        tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp", ignore_cleanup_errors=True) as temp,
+        forked_workers(),
+    ):
         path = str(Path(__file__).resolve().parents[2])
         common = {"num_cpus": 1, "object_store_memory": 100 << 20, "env_vars": {"PYTHONPATH": path}}
         nodes = [common | {"num_gpus": count} for count in num_gpus]

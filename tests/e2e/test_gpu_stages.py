@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def drill(name: str) -> dict[str, Any]:
+    tests = Path(__file__).resolve().parents[1]
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.gpu_drill", name],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=tests.parent,
+        env=os.environ | {"PYTHONPATH": str(tests)},
         capture_output=True,
         text=True,
         timeout=500,
