@@ -202,7 +202,7 @@ class SpillingTable:
             )
             done[left] = again
         self.recalled += came
-        now = self._store.stats()["stamp"]
+        now = self._store.counters()["stamp"]
         self._over.extend((now, name) for name in names)
         self._forget()
         return came
@@ -210,8 +210,8 @@ class SpillingTable:
     def _keep_headroom(self, ids: Array) -> None:
         """Room for these rows and their next versions, before anything is written."""
         for _ in range(MAX_CUTS):
-            stats = self._store.stats()
-            row = stats["tables"][self.table.name]["row_bytes"]
+            stats = self._store.counters()
+            row = self.table.stats()["row_bytes"]
             least = self._store.capacity // HEADROOM
             wanted = min(max(least, 2 * len(ids) * row), 4 * least)
             # What a snapshot holds is not freed by spilling; the store ends it if it must.
@@ -292,7 +292,7 @@ class SpillingTable:
 
     def _forget(self) -> None:
         """Deletes records that no snapshot can name any more."""
-        horizon = self._store.stats()["horizon"]
+        horizon = self._store.counters()["horizon"]
         gone = []
         while self._over and self._over[0][0] <= horizon:
             gone.append(self._over.popleft()[1])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.embedding import spill_lock
+from stages.embedding import row_store, spill_lock
 from stages.embedding.row_errors import RowsOnDiskError, SpillBusyError, StoreFullError
 from stages.embedding.row_rules import Adagrad, Adam, RowAdagrad, Uniform
 from stages.embedding.row_spill import LmdbTier, Name, SpillCorruptError, SpillingTable
@@ -65,6 +65,25 @@ def test_rows_come_back_bit_for_bit_with_state_and_utilities(core: str, tmp_path
     assert everything(rows.table) == before
     assert rows.table.stats()["spilled_rows"] == 0
     assert rows.tier.read_batch([]) == []
+
+
+def test_no_step_asks_the_kernel_about_every_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`stats` reads /proc/self/smaps: in every call of every table it took most of a step."""
+    rows = spilling("native", tmp_path, max_rows=20)
+    asked: list[int] = []
+    monkeypatch.setattr(row_store, "huge_bytes", lambda base, nbytes: asked.append(nbytes) or 0)
+    for first in (0, 10, 20, 0):
+        some = np.arange(first, first + 10, dtype=np.int64)
+        rows.lookup(some)
+        rows.table.apply(some, np.ones((10, 8), np.float32))
+
+    assert rows.spilled > 0
+    assert rows.recalled > 0
+    assert asked == []
+    assert rows._store.stats()["huge_bytes"] == 0
+    assert len(asked) == 1
 
 
 @pytest.mark.slow
