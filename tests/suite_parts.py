@@ -27,7 +27,11 @@ rest      everything else, without Ray
 SECOND = {
     "cluster": {"test_ctr_ray", "test_rec_pipeline", "test_killed_shards", "test_replicas"},
     "commands": {"test_monitoring"},
-    "rest": {"test_row_stress"},
+    "rest": {
+        *("test_row_stress", "test_sync_means", "test_sync_order", "test_sync_contract"),
+        *("test_compare_sync", "test_fleet", "test_hop", "test_ripples", "test_seat", "test_trial"),
+        *("test_ad_psgd", "test_all_reduce"),
+    },
 }
 """Files that make up the second half of a part, which runs by itself: about half of its time."""
 
@@ -48,10 +52,13 @@ def parts_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, str]:
         return "cluster" if item.path in with_cluster else "commands"
 
     def part(item: pytest.Item) -> str:
-        is_second = item.path.stem in SECOND.get(kind(item), ())
-        return f"{kind(item)}-2" if is_second else kind(item)
+        return f"{kind(item)}-2" if is_second(item.path, kind(item)) else kind(item)
 
     return {item: part(item) for item in items}
+
+
+def is_second(path: Path, kind: str) -> bool:
+    return path.stem in SECOND.get(kind, ())
 
 
 def is_training(path: Path) -> bool:
@@ -62,7 +69,10 @@ def may_hold(path: Path, part: str) -> bool:
     """Whether a file is to be read for a part at all; reading all of them takes seconds."""
     if part == "training":
         return is_training(path)
-    return part.startswith("rest") or RAY_MARK in path.read_text(encoding="utf-8")
+    kind = part.removesuffix("-2")
+    if is_second(path, kind) != (part != kind):
+        return False
+    return kind == "rest" or RAY_MARK in path.read_text(encoding="utf-8")
 
 
 def check_marks(items: Iterable[pytest.Item]) -> None:
