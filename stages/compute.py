@@ -215,6 +215,8 @@ class Compute:
 
     def _put_buffers(self, values: Buffers) -> None:
         """Give buffers their values of before; one that a block has made since stays."""
+        if not values:
+            return
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in values and values[name].shape == buffer.shape:
