@@ -218,6 +218,24 @@ def test_shuffled_and_repeated_letters_keep_the_mean_and_the_groups_whole() -> N
     assert all(sorted(who) == [*log.members[gid]] for gid, who in log.applied.items())
 
 
+@pytest.mark.parametrize("sync", [PAIRS, RULER], ids=["tickets", "ruler"])
+def test_lost_picks_of_top_k_are_asked_for_again_and_the_mean_stays(sync: SyncSpec) -> None:
+    count = iter(range(1000))
+    trainers = quadratics(4, lr=0.0, offset=1.0, dim=60)
+    before, spread = mean_of(trainers), disagreement(trainers)
+    fleet = run_fleet(
+        trainers,
+        replace(sync, codec=CodecSpec(name="topk", density=0.3), deadline_s=2.0),
+        40,
+        topology=slow_net(4),
+        wrap_link=lambda link: FaultyLink(link, seed=next(count)).drop("replica", share=0.1),
+    )
+
+    torch.testing.assert_close(mean_of(trainers), before, rtol=0, atol=1e-12)
+    assert disagreement(trainers) < 0.5 * spread
+    assert sum(r.exchanges[0].inbox.num_asked for r in fleet.replicas.values()) > 0
+
+
 def progress(sync: SyncSpec, during: Any = None, num: int = 8, until_s: float = 400) -> int:
     async def main() -> int:
         fleet = Fleet(
