@@ -158,13 +158,17 @@ def _commit() -> str | None:
 
 
 def write(path: Path, results: Mapping[str, Any], *, stamped: bool = True) -> None:
-    """Results with the code and environment they were taken with, unless each part has its own."""
+    """Results with the code and environment they were taken with, unless each part has its own.
+
+    The stamp is of this run, also where `results` were read from a file of an earlier one.
+    """
     from compressors import kernels
     from ray_pipe.metrics import to_json
 
     assert kernels.core() == "native", "no claim without the native core; run `make` first"
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {**stamp(), **results} if stamped else dict(results)
+    now = stamp() if stamped else {}
+    body = now | {name: value for name, value in results.items() if name not in now}
     path.write_text(to_json(body, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten to {os.path.relpath(path)}")
 

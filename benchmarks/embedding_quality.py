@@ -314,6 +314,7 @@ def main() -> int:
             print(key, name, json.dumps(seeds[-1]), flush=True)
         aucs = [seed["auc"] for seed in seeds]
         known[name] = {
+            "commit": bench.stamp()["commit"],
             "auc": statistics.mean(aucs),
             "auc_sd": statistics.stdev(aucs) if len(aucs) > 1 else None,
             "seeds": seeds,

@@ -58,7 +58,7 @@ ARMS: list[tuple[str, str, dict[str, float]]] = [
     ("fiiteds", "pruned", {"taper": 0.0}),
     ("static", "static", {"taper": 0.0}),
 ]
-WANTED_BYTES, WANTED_VALUES, ALLOWED_GAP = 50.0, 0.35, 0.005
+WANTED_BYTES, WANTED_VALUES, ALLOWED_GAP, WANTED_ALIVE = 50.0, 0.35, 0.005, 0.8
 
 
 def read(wheel: Path) -> tuple[dict[str, Any], Any]:
@@ -286,7 +286,7 @@ def main() -> int:
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     missed = []
     if args.only != "switch":
-        results["bytes"] = found = bytes_rows(ids)
+        results["bytes"] = found = {"commit": bench.stamp()["commit"], **bytes_rows(ids)}
         print(json.dumps(found, indent=1))
         if found["ids_and_rows"] > WANTED_BYTES:
             missed.append(f"{found['ids_and_rows']:.1f} bytes of ids and rows a sample")
@@ -301,8 +301,18 @@ def main() -> int:
             arms[arm] = [switch(ids, labels, kind, seed=s, **options) for s in range(args.seeds)]
             print(arm, json.dumps(arms[arm]), flush=True)
         mean = {arm: statistics.mean(one["auc"] for one in seeds) for arm, seeds in arms.items()}
-        results["switch"] = {"arms": arms, "auc": mean}
-        print(mean)
+        hot = statistics.mean(
+            one["alive_of_second_half"]["hot_after_two_periods"] for one in arms["pruned"]
+        )
+        results["switch"] = {
+            "commit": bench.stamp()["commit"],
+            "arms": arms,
+            "auc": mean,
+            "hot_after_two_periods": hot,
+        }
+        print(mean, f"{hot:.2%} of the chunks of newly hot items are back")
+        if hot <= WANTED_ALIVE:
+            missed.append(f"{hot:.1%} of the chunks of newly hot items, {WANTED_ALIVE:.0%} asked")
         lost = {arm: mean["whole"] - auc for arm, auc in mean.items()}
         if max(lost["pruned"], lost["fiiteds"]) > ALLOWED_GAP or lost["static"] <= ALLOWED_GAP:
             missed.append(f"AUC after the switch: {mean}")
