@@ -31,8 +31,11 @@ from pathlib import Path
 from worker_shim import FORKS, HEADER_NBYTES, TAKEN
 
 SHIM = Path(__file__).with_name("worker_shim.py")
-MODULES = ("torch", "stages.assembly", "stages.keeper", "stages.measure", "stages.optim")
-"""Nothing that loads ray: it reads the number of its job while it is loaded."""
+MODULES = (
+    *("torch", "stages.assembly", "stages.keeper", "stages.measure", "stages.optim"),
+    *("requests", "google.protobuf.internal.builder"),  # half of what ray loads
+)
+"""Not ray itself: it reads the number of its job while it is loaded."""
 
 END_S = 60.0
 
@@ -67,11 +70,14 @@ def forks(modules: Sequence[str]) -> Iterator[int]:
                 stdin=subprocess.PIPE,  # its end is the end of all
                 start_new_session=True,
             )
+        outer = os.environ.get(FORKS)
         os.environ[FORKS] = place
         try:
             yield server.pid
         finally:
             del os.environ[FORKS]
+            if outer is not None:
+                os.environ[FORKS] = outer
             assert server.stdin is not None
             server.stdin.close()
             server.wait(END_S)

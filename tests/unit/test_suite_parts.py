@@ -104,6 +104,7 @@ def break_test(suite: Path, which: str) -> None:
     (suite / "test_own.py").write_text(text.replace("COMMAND", "True").replace("PLAIN", "True"))
 
 
+@pytest.mark.slow
 def test_every_test_is_in_exactly_one_part(suite: Path) -> None:
     found = {part: names(suite, "--part", part) for part in PARTS}
 
