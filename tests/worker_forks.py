@@ -137,12 +137,8 @@ def become(asked: socket.socket) -> list[str]:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    # What is the same stays where it is: by it Ray finds where a process keeps its title.
-    for name in os.environ.keys() - given["env"].keys():
-        del os.environ[name]
-    for name, value in given["env"].items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    os.environ.clear()
+    os.environ.update(given["env"])
     os.chdir(given["cwd"])
     asked.detach()
     words: list[str] = given["words"]
