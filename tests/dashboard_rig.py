@@ -20,7 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -93,6 +93,7 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
 PATIENCE_S = 180.0
+START_TRIES = 3
 WINDOW = "10m"
 CHROMIUM = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -157,8 +158,10 @@ def process(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
         try:
             yield own
         finally:
-            family = [own, *own.children(recursive=True)] if own.is_running() else []
-            own.terminate()
+            family: list[Any] = []
+            with suppress(psutil.NoSuchProcess):  # it ended by itself, and its words are the error
+                family = [own, *own.children(recursive=True)]
+                own.terminate()
             _, alive = psutil.wait_procs(family, timeout=15)
             for one in alive:
                 one.kill()
@@ -173,9 +176,27 @@ class Head:
     ray_dir: Path
 
 
+class NotStarted(RuntimeError):
+    """Ray gives its own start so many seconds, which a busy machine may not keep."""
+
+
 @contextmanager
 def head_node(folder: Path, ports: Sequence[int]) -> Iterator[Head]:
-    """`ray start --head` in a temporary folder of its own, with four ports of its own."""
+    """`ray start --head` in a temporary folder of its own, with four ports of its own; tried again
+    where it took too long."""
+    with ExitStack() as stack:
+        for left in reversed(range(START_TRIES)):
+            try:
+                head = stack.enter_context(_head_node(folder, ports))
+                break
+            except NotStarted:
+                if not left:
+                    raise
+        yield head
+
+
+@contextmanager
+def _head_node(folder: Path, ports: Sequence[int]) -> Iterator[Head]:
     gcs, dashboard, agent, client = ports
     # Unix sockets live in it, so its path must be short.
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as short:
@@ -194,7 +215,7 @@ def head_node(folder: Path, ports: Sequence[int]) -> Iterator[Head]:
 
             def is_up() -> Any:
                 if ray_start.poll() is not None:
-                    raise RuntimeError(f"ray start ended: {log.read_text()[-2000:]}")
+                    raise NotStarted(f"ray start ended: {log.read_text()[-2000:]}")
                 return "until terminated" in log.read_text() and get_json(f"{url}/api/version")
 
             wait_for("Ray's dashboard", is_up)
