@@ -34,7 +34,8 @@ def arguments(name: str, description: str) -> ArgumentParser:
 @contextmanager
 def stage_actors(num_stages: int) -> Iterator[Any]:
     """A Ray of our own with some stage actors, and a warm spare as in every run."""
-    from ray_pipe.cluster import StageActors, connect
+    from ray_pipe.cluster import connect
+    from ray_pipe.stage_actors import StageActors
 
     with connect(None), StageActors(num_stages, spares=1) as actors:
         yield actors

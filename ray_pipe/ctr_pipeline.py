@@ -14,16 +14,17 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from ray_pipe.calls import CallsFailed, Item, Records
 from ray_pipe.checkpoint_files import Checkpoint, CheckpointError, shard_file
-from ray_pipe.cluster import StageActors
 from ray_pipe.ctr_metrics import ScoreCounts
 from ray_pipe.ctr_workload import CtrArm
 from ray_pipe.deadlines import transfer_s
 from ray_pipe.errors import TrainingError
-from ray_pipe.pipeline import CallsFailed, Item, Pipeline, Records
+from ray_pipe.pipeline import Pipeline
 from ray_pipe.recovery import Failure
 from ray_pipe.saving import Save
 from ray_pipe.shards import Shards
+from ray_pipe.stage_actors import StageActors
 from stages.box_places import BRIEF
 from stages.embedding.shard_folders import saved_shards
 from stages.plan import StepPlan

@@ -17,7 +17,7 @@ from netsim.units import show_bandwidth
 from ray_pipe.arms import REFERENCE, ArmSummary, compare, time_to_target
 from ray_pipe.checkpoint_files import Checkpoint
 from ray_pipe.checkpointing import RunCheckpoints
-from ray_pipe.cluster import StageActors, connect, is_cluster, nodes, show_dashboard
+from ray_pipe.cluster import connect, is_cluster, nodes, show_dashboard
 from ray_pipe.config import (
     RunConfig,
     check_corpus,
@@ -41,6 +41,7 @@ from ray_pipe.replicas import ReplicaPipeline
 from ray_pipe.results import results_of, write_all
 from ray_pipe.resume import Start
 from ray_pipe.row_memory import rooms_of
+from ray_pipe.stage_actors import StageActors
 from ray_pipe.trained import Trained
 from ray_pipe.workload import Workload, gpt_workload
 

@@ -25,7 +25,8 @@ from ray_pipe.pulse import is_here
 from stages.process_state import is_stopped
 
 if TYPE_CHECKING:
-    from ray_pipe.pipeline import Item, Pipeline
+    from ray_pipe.calls import Item
+    from ray_pipe.pipeline import Pipeline
 
 SILENT_S = 1.0
 """After so long without an answer somebody on the node looks whether the process is stopped;"""

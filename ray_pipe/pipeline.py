@@ -16,26 +16,26 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from ray_pipe.calls import CallsFailed, Item, Records, Silence, lend
 from ray_pipe.checkpoint_files import stage_file
-from ray_pipe.cluster import StageActors
 from ray_pipe.deadlines import Deadlines, transfer_s
 from ray_pipe.errors import TrainingError
 from ray_pipe.failures import cause_of, name_failure, to_error
 from ray_pipe.plans import Arm
 from ray_pipe.pulse import PULSE_S, Pulse
 from ray_pipe.recovery import FRESH, Failure
+from ray_pipe.rescue import Rescue
 from ray_pipe.same_source import other_hardware, refuse_other_source
 from ray_pipe.saving import Save
+from ray_pipe.stage_actors import StageActors
 from stages.crowding import crowding
 from stages.plan import StepPlan
-from stages.record import StepRecord
 from stages.spec import StageSpec
 from stages.state import StageState
 
@@ -49,7 +49,6 @@ ABORT_TIMEOUT_S = 3.0
 PATIENCE_S = 60.0
 PATIENCE_DEADLINES = 20
 _generations = itertools.count(1)
-Records = list[StepRecord]
 
 
 class Checkpoints(Protocol):
@@ -58,19 +57,6 @@ class Checkpoints(Protocol):
     def newest(self) -> int | None: ...
     def load(self, step: int) -> list[bytes]: ...
     def refuse(self, why: str) -> None: ...
-
-
-@dataclass(kw_only=True)
-class Item:
-    """A plan that stages were or will be given."""
-
-    plan: StepPlan
-    calls: dict[Any, int] = field(default_factory=dict)
-    """Stage by call; empty before it was sent."""
-
-    results: dict[int, StepRecord] = field(default_factory=dict)
-    is_replay: bool = False
-    """Its records were handed out before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +68,6 @@ class Boxes:
 
     gone: tuple[str, ...] = ()
     """Trainings that were left: their boxes may be removed."""
-
-
-class CallsFailed(Exception):
-    """Some calls of one item failed; the others may still run."""
-
-    def __init__(self, errors: dict[int, BaseException]) -> None:
-        super().__init__(errors)
-        self.errors = errors
 
 
 class Pipeline:
@@ -284,8 +262,6 @@ class Pipeline:
             self.losses.popitem(last=False)
 
     def _rescue(self, item: Item, failed: CallsFailed) -> None:
-        from ray_pipe.rescue import Rescue  # it knows the pipeline, so not above
-
         Rescue(self, item, failed.errors).recover()
 
     def excuses(self, failure: Failure) -> bool:
@@ -487,22 +463,3 @@ class Pipeline:
 
 def _are_nan(*losses: float | None) -> bool:
     return all(loss is not None and math.isnan(loss) for loss in losses)
-
-
-def lend(raw: bytes) -> list[Any]:
-    """A large argument of a call to an actor, which fetches it in the thread that needs it.
-
-    Ray holds back all later calls to an actor while an argument is on its way: over a slow link no
-    ping would be answered.
-    """
-    return [ray.put(np.frombuffer(raw, dtype=np.uint8))]
-
-
-class Silence(RayError):
-    """Nobody answered for longer than any step takes."""
-
-    def __init__(self, stages: list[int], timeout_s: float, doing: str) -> None:
-        super().__init__(
-            f"stages {stages} did not answer for {timeout_s:.0f} s {doing}; their logs are in "
-            "Ray's session folder, and `deadline_s` can be raised if they are that slow"
-        )

@@ -15,13 +15,13 @@ from typing import TypeVar
 import ray
 from ray.exceptions import RayError
 
-from ray_pipe.cluster import GUEST, NotIntroduced, StageActors
+from ray_pipe.calls import Silence
 from ray_pipe.errors import TrainingError
 from ray_pipe.failures import cause_of, is_out_of_reach, name_failure, to_error
 from ray_pipe.hearing import PING_CROWDING, PING_S
-from ray_pipe.pipeline import Silence
 from ray_pipe.recovery import FRESH, Failure, Source, verdict
 from ray_pipe.replica_actors import ReplicaActors
+from ray_pipe.stage_actors import GUEST, NotIntroduced, StageActors
 from stages.crowding import crowding
 
 T = TypeVar("T")

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ray_pipe.cluster import StageActors
+from ray_pipe.calls import CallsFailed, Item, Records
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_workload import CtrArm, last_of
 from ray_pipe.errors import TrainingError
-from ray_pipe.pipeline import CallsFailed, Item, Records
 from ray_pipe.rec_batches import Loaded
 from ray_pipe.rec_loader import Loader
 from ray_pipe.shards import Shards
+from ray_pipe.stage_actors import StageActors
 from stages.embedding.loaded import PART_BITS
 from stages.optim import lr_at
 from stages.plan import StepPlan

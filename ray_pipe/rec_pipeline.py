@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ray_pipe import rec_rows, rec_saves
 from ray_pipe.checkpoint_files import Checkpoint, open_checkpoint
-from ray_pipe.cluster import StageActors, connect, nodes
+from ray_pipe.cluster import connect, nodes
 from ray_pipe.config import OptimConfig
 from ray_pipe.ctr_pipeline import saved_rows
 from ray_pipe.ctr_workload import EVAL_SAMPLES
@@ -44,6 +44,7 @@ from ray_pipe.rec_plan import arm_of, config_of, taken_apart, workload_of
 from ray_pipe.rec_stage import EmbeddingStage, check_shards
 from ray_pipe.recovery import Failure
 from ray_pipe.shards import Shards
+from ray_pipe.stage_actors import StageActors
 from stages.embedding.feed import LOOKAHEAD
 from stages.embedding.loaded_feed import REFUSAL
 from stages.embedding.row_errors import NonFiniteGradientError

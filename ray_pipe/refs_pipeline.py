@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ray_pipe.pipeline import Item, Pipeline
+from ray_pipe.calls import Item
+from ray_pipe.pipeline import Pipeline
 from stages.optim import clip_factor
 from stages.plan import StepPlan
 from stages.record import StepRecord

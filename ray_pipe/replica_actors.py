@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_pipe.cluster import GUEST, Look, StageActors, nobody_is_lost
 from ray_pipe.planner.placement import Placement
+from ray_pipe.stage_actors import GUEST, Look, StageActors, nobody_is_lost
 from stages.sync.post import GENERATOR
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from ray_pipe.calls import Item, lend
 from ray_pipe.failures import name_failure, to_error
 from ray_pipe.fleet_book import FleetBook
 from ray_pipe.joining import Joining
-from ray_pipe.pipeline import Item, Pipeline, lend
+from ray_pipe.pipeline import Pipeline
 from ray_pipe.plans import Arm
 from ray_pipe.pulse import Pulse
 from ray_pipe.recovery import Failure, replica_verdict

@@ -15,8 +15,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from ray_pipe.calls import Item
 from ray_pipe.checkpoint_files import stage_file
-from ray_pipe.pipeline import AHEAD, PATIENCE_DEADLINES, PATIENCE_S, Item
+from ray_pipe.pipeline import AHEAD, PATIENCE_DEADLINES, PATIENCE_S
 from ray_pipe.pulse import PULSE_S
 from ray_pipe.replica_members import Members, Track
 from ray_pipe.replica_rows import RowsByStep, RowsByWork

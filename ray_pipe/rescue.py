@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from ray_pipe.calls import CallsFailed, Item, lend
 from ray_pipe.checkpoint_files import CheckpointError
-from ray_pipe.cluster import GUEST, NotIntroduced
 from ray_pipe.failures import cause_of, is_death, is_out_of_reach, name_failure, to_error
 from ray_pipe.hearing import Hearing
 from ray_pipe.pulse import PULSE_S
 from ray_pipe.recovery import FRESH, Decision, Failure, Status, common_step, verdict
+from ray_pipe.stage_actors import GUEST, NotIntroduced
 
 if TYPE_CHECKING:
-    from ray_pipe.pipeline import Item, Pipeline
+    from ray_pipe.pipeline import Pipeline
 
 
 @dataclass(kw_only=True)
@@ -225,8 +226,6 @@ class Rescue:
 
     def _restore(self, statuses: list[Status]) -> Decision:
         """Everybody to the newest common step; a box that turns out damaged is done without."""
-        from ray_pipe.pipeline import lend
-
         pipeline, saves = self.pipeline, self.pipeline.checkpoints
         while True:
             newest = None if saves is None else saves.newest()
@@ -285,8 +284,6 @@ class Rescue:
 
     def _get(self, calls: dict[Any, int]) -> dict[int, Any]:
         """Results by stage; who is lost meanwhile begins the rescue anew."""
-        from ray_pipe.pipeline import CallsFailed
-
         try:
             return self.pipeline.results(calls, "on the way back")
         except CallsFailed as failed:
@@ -294,8 +291,6 @@ class Rescue:
 
     def _queue_again(self, step: int) -> int:
         """Put what must be run again in front; returns how many steps of it were recorded."""
-        from ray_pipe.pipeline import Item
-
         pipeline = self.pipeline
         num_stages = len(pipeline.handles)
         replays = [

@@ -269,7 +269,7 @@ class StageProcess:
 
 
 def fetched(given: Any) -> Any:
-    """What a call was given, or was lent: a list of one ref (`ray_pipe.pipeline.lend`)."""
+    """What a call was given, or was lent: a list of one ref (`ray_pipe.calls.lend`)."""
     return ray.get(given[0]) if isinstance(given, list) else given
 
 

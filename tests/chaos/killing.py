@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ray_pipe.cluster import StageActors
 from ray_pipe.config import RunConfig
 from ray_pipe.plans import Arm, arms_of
 from ray_pipe.recovery import Failure
 from ray_pipe.refs_pipeline import TRANSPORTS
 from ray_pipe.saving import Save
+from ray_pipe.stage_actors import StageActors
 from ray_pipe.workload import gpt_workload
 from stages.mishap import INJECTED, LinkFault, Mishap
 from stages.schedule import actions_of

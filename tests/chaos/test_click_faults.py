@@ -16,12 +16,13 @@ import pytest
 import ray
 
 from ray_pipe import ctr_run
-from ray_pipe.cluster import StageActors, nodes
+from ray_pipe.cluster import nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_workload import CtrArm, click_task, ctr_arms
 from ray_pipe.sections import CheckpointConfig
 from ray_pipe.shards import Shards
+from ray_pipe.stage_actors import StageActors
 from ray_pipe.trainer import Silent
 from stages.embedding.embedding_spec import ShardMishap
 from stages.mishap import Mishap

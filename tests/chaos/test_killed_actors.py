@@ -18,10 +18,10 @@ import pytest
 import ray
 from killing import FATAL, STAGES, Ended, kinds_of, make_arm, note, points_of, same, train
 
-from ray_pipe.cluster import StageActors
 from ray_pipe.errors import StageDied, TrainingError
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.recovery import PHASES
+from ray_pipe.stage_actors import StageActors
 from stages.mishap import INJECTED, LinkFault, Mishap
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -72,8 +72,9 @@ class Service:
 def main() -> None:
     """Inside: answer each line of questions by a line."""
     from benchmarks.bench import train_arm
-    from ray_pipe.cluster import StageActors, connect
+    from ray_pipe.cluster import connect
     from ray_pipe.metrics import to_json
+    from ray_pipe.stage_actors import StageActors
 
     answers, sys.stdout = sys.stdout, sys.stderr
     with connect("auto"), StageActors(int(sys.argv[1])) as actors:

@@ -22,8 +22,8 @@ import ray
 from ray.cluster_utils import Cluster
 from worker_forks import forked_workers
 
-from ray_pipe.cluster import StageActors
 from ray_pipe.pipeline import Pipeline
+from ray_pipe.stage_actors import StageActors
 from stages.mishap import Mishap
 from tests.chaos.killing import make_arm
 

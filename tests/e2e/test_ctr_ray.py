@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ray_pipe import rec
 from ray_pipe.checkpoint_files import MANIFEST, CheckpointError, CheckpointStore
-from ray_pipe.cluster import StageActors, nodes
+from ray_pipe.cluster import nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
 from ray_pipe.ctr_run import run
@@ -24,6 +24,7 @@ from ray_pipe.ctr_workload import ClickTask, CtrArm, click_task, ctr_arms
 from ray_pipe.errors import ConfigError, lost_checkpoints
 from ray_pipe.plans import optim_spec
 from ray_pipe.shards import Shards
+from ray_pipe.stage_actors import StageActors
 from ray_pipe.trainer import Silent
 from stages.embedding.row_store import RowStore
 from stages.embedding.shard_stream import read_shard

@@ -17,7 +17,6 @@ import ray
 import ray.cloudpickle
 import torch
 
-from ray_pipe.cluster import StageActors
 from ray_pipe.config import RunConfig
 from ray_pipe.driver import prepare
 from ray_pipe.errors import StageDied, TrainingError
@@ -25,6 +24,7 @@ from ray_pipe.pipeline import Pipeline
 from ray_pipe.planner.cost import measure_costs, predict
 from ray_pipe.plans import Arm, arms_of, optim_spec
 from ray_pipe.refs_pipeline import RefsPipeline
+from ray_pipe.stage_actors import StageActors
 from ray_pipe.trainer import Silent
 from ray_pipe.workload import gpt_workload
 from stages.crowding import crowding

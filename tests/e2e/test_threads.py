@@ -13,10 +13,10 @@ import ray.cloudpickle
 import torch
 from torch import Tensor, nn
 
-from ray_pipe.cluster import StageActors
 from ray_pipe.config import RunConfig
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.plans import arms_of
+from ray_pipe.stage_actors import StageActors
 from ray_pipe.workload import blocks_workload, gpt_workload
 from stages.loss import cross_entropy
 

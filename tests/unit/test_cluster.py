@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from ray_pipe import cluster
+from ray_pipe import cluster, stage_actors
 from ray_pipe.errors import ClusterError, Terminated
 from ray_pipe.planner.placement import Node
 
@@ -115,7 +115,7 @@ class Settled:
     """Stage actors without Ray: only who sits in which bundle."""
 
     def __init__(self, homes: list[str], *, spares: list[object] | None = None) -> None:
-        self.actors: Any = cluster.StageActors.__new__(cluster.StageActors)
+        self.actors: Any = stage_actors.StageActors.__new__(stage_actors.StageActors)
         self.actors._homes = [home * 56 for home in homes]  # Ray's ids are so long
         self.actors._group = None
         self.actors.handles = [object() for _ in homes]
@@ -169,10 +169,10 @@ def test_a_stage_that_is_lost_while_all_are_introduced_is_named_at_the_next_look
         waited.append(timeout)
         return [], refs
 
-    monkeypatch.setattr(cluster.ray, "wait", wait)
+    monkeypatch.setattr(stage_actors.ray, "wait", wait)
     settled, lost = Settled(["a", "b"]), {1: RayError("stopped")}
 
-    with pytest.raises(cluster.NotIntroduced) as refused:
+    with pytest.raises(stage_actors.NotIntroduced) as refused:
         settled.actors._hear({"x": 0, "y": 1}, lambda waiting: lost)
 
     assert refused.value.errors == lost
@@ -210,12 +210,12 @@ def test_stages_remove_their_boxes_unless_the_machine_ends_a_run_that_can_be_tak
     monkeypatch: pytest.MonkeyPatch, error: BaseException | None, may_leave: bool, closes: bool
 ) -> None:
     closed: list[bool] = []
-    actors: Any = cluster.StageActors.__new__(cluster.StageActors)
+    actors: Any = stage_actors.StageActors.__new__(stage_actors.StageActors)
     actors.handles, actors._group = [], None
     actors.spares = SimpleNamespace(end=lambda: None)
     actors.may_leave_boxes = may_leave
     actors._close = lambda: closed.append(True)
-    monkeypatch.setattr(cluster, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(stage_actors, "remove_placement_group", lambda group: None)
 
     actors.__exit__(type(error), error, None)
 

@@ -15,9 +15,10 @@ from test_deadlines import fed
 from netsim.topology import Topology
 from ray_pipe import pipeline as module
 from ray_pipe import pulse
+from ray_pipe.calls import CallsFailed
 from ray_pipe.errors import TrainingError
 from ray_pipe.failures import Silent
-from ray_pipe.pipeline import CallsFailed, Pipeline
+from ray_pipe.pipeline import Pipeline
 from ray_pipe.recovery import Failure
 from stages.record import StepRecord
 

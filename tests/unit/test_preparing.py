@@ -12,13 +12,13 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from ray_pipe import preparing as module
-from ray_pipe.cluster import GUEST, NotIntroduced
+from ray_pipe.calls import Silence
 from ray_pipe.errors import StageDied, TrainingError
-from ray_pipe.pipeline import Silence
 from ray_pipe.preparing import Preparation
 from ray_pipe.recovery import Failure
 from ray_pipe.replica_actors import ReplicaActors
 from ray_pipe.resume import BoxStart, Start
+from ray_pipe.stage_actors import GUEST, NotIntroduced
 
 
 class World:

@@ -12,16 +12,17 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
+from ray_pipe import calls
 from ray_pipe import pipeline as pipelines
 from ray_pipe import rescue as module
+from ray_pipe.calls import CallsFailed
 from ray_pipe.checkpoint_files import CheckpointError
-from ray_pipe.cluster import GUEST, NotIntroduced
 from ray_pipe.errors import ClusterError, StageDied
 from ray_pipe.failures import Silent
-from ray_pipe.pipeline import CallsFailed
 from ray_pipe.pulse import PULSE_S
 from ray_pipe.recovery import PHASES, Failure, Status
 from ray_pipe.rescue import Interrupted, Rescue
+from ray_pipe.stage_actors import GUEST, NotIntroduced
 from stages.state import StateError
 
 
@@ -93,7 +94,7 @@ class Pipeline:
 
 
 def restore(pipeline: Any, statuses: list[Status], monkeypatch: pytest.MonkeyPatch) -> Any:
-    for one in (module, pipelines):
+    for one in (module, calls):
         monkeypatch.setattr(one, "ray", FakeRay())
     item: Any = SimpleNamespace(plan=SimpleNamespace(step=7))
     return Rescue(pipeline, item, {})._restore(statuses)
