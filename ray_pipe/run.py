@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ray_pipe.progress import Observer, Progress
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
+AGAIN_S = 0.05
+"""Until a stop that Python dropped is repeated."""
 
 
 class RunResult(Protocol):
@@ -119,27 +121,49 @@ def stop_on_signals(
     progress: Progress, err: TextIO, *, leave: Callable[[int], NoReturn] = os._exit
 ) -> Iterator[None]:
     """The first Ctrl-C stops cleanly, by KeyboardInterrupt, and so does SIGTERM, by `Terminated`;
-    a second one at once."""
+    a second one at once.
+
+    Python drops what is raised in a weak reference's callback or in `__del__`, wherever the signal
+    happened to strike; such a stop is repeated a moment later.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread
         return
-    asked = False
+    asked: int | None = None
+    is_lost = False
+    again: list[threading.Timer] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal asked, is_lost
+        for timer in again:
+            timer.cancel()
+        if asked is not None and not is_lost:
             progress.close()  # gives the cursor back
             err.write("stopped at once\n")
             err.flush()
             leave(STOPPED)
-        asked = True
-        progress.on_phase("stopping ... (Ctrl-C again to stop at once)")
+        if asked is None:
+            progress.on_phase("stopping ... (Ctrl-C again to stop at once)")
+        asked, is_lost = number, False
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
+    def on_dropped(dropped: sys.UnraisableHookArgs) -> None:
+        nonlocal is_lost
+        if asked is None or not issubclass(dropped.exc_type, KeyboardInterrupt):
+            tell(dropped)
+            return
+        is_lost = True
+        again.append(threading.Timer(AGAIN_S, os.kill, (os.getpid(), asked)))
+        again[-1].start()
+
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    tell, sys.unraisablehook = sys.unraisablehook, on_dropped
     try:
         yield
     finally:
+        sys.unraisablehook = tell
+        for timer in again:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

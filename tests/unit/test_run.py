@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from ray_pipe.config import RunConfig
 from ray_pipe.errors import ConfigError, StageDied, Terminated, TrainingError
 from ray_pipe.flags import GROUPS, make_parser
 from ray_pipe.progress import Observer, PlainProgress, plain_console
-from ray_pipe.run import main, stop_on_signals
+from ray_pipe.run import AGAIN_S, main, stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 RESULTS: dict[str, Any] = {
@@ -518,6 +519,40 @@ def test_the_first_signal_stops_cleanly_and_the_second_at_once(number: signal.Si
     assert left.value.args == (130,)
     assert err.getvalue() == "stopped at once\n"
     assert signal.getsignal(number) is before
+
+
+class StruckWhileCollected:
+    """A signal arrives while Python runs its `__del__`, which drops what is raised there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_python_drops_comes_again(number: int) -> None:
+    """Seen in earnest: Ctrl-C struck the callback of a WeakSet, and the run went on."""
+    shown, err = io.StringIO(), io.StringIO()
+    progress = PlainProgress(plain_console(shown), clock=lambda: 0.0)
+    hook = sys.unraisablehook
+
+    def run() -> BaseException:
+        with stop_on_signals(progress, err, leave=leave):
+            StruckWhileCollected(number)
+            StruckWhileCollected(number)  # a stop that is repeated is no second one
+            with pytest.raises(KeyboardInterrupt) as stopped:
+                threading.Event().wait(60)
+            threading.Event().wait(4 * AGAIN_S)  # the clean-up is not disturbed
+            return stopped.value
+
+    stopped = run()
+
+    assert isinstance(stopped, Terminated) == (number == signal.SIGTERM)
+    assert shown.getvalue().count("stopping ...") == 1
+    assert err.getvalue() == ""
+    assert sys.unraisablehook is hook
 
 
 def test_the_driver_gets_the_interrupt_and_can_clean_up(command: Command) -> None:
