@@ -78,6 +78,7 @@ class LoadedFeed(Feed):
         super().__init__(spec, samples=samples, **options)  # type: ignore[arg-type]
         self._inbox = samples
         self._trains = False
+        self._is_letting_go = False
         self._begun = -1
         """The newest training step: it is asked for, though `_number` may still be the one before
         while its rows are on their way."""
@@ -90,6 +91,20 @@ class LoadedFeed(Feed):
             self._begun = plan.step
         await super().ready(plan)
 
+    async def abort(self) -> None:
+        """Nothing is pulled ahead until it is known which step comes next."""
+        self._trains = False
+        await super().abort()
+
+    async def _let_go(self) -> None:
+        """Batches that come meanwhile wait: a step is asked for next, and must be the first that
+        stands in line for a permit."""
+        self._is_letting_go = True
+        try:
+            await super()._let_go()
+        finally:
+            self._is_letting_go = False
+
     def numbers(self) -> dict[str, Any]:
         """With the words about gradients that were not finite, since the last call."""
         refusals = [event for event in self.events if REFUSAL in event]
@@ -101,7 +116,7 @@ class LoadedFeed(Feed):
 
     def _on_step(self) -> None:
         """A batch came: if the steps before it are asked for, it is next."""
-        if self._trains and self._ask_after is None:
+        if self._trains and self._ask_after is None and not self._is_letting_go:
             self._pull_ahead(self._begun)
 
     def _pull_ahead(self, step: int) -> None:

@@ -214,6 +214,45 @@ def test_batches_that_come_one_by_one_while_a_step_begins_are_asked_for_once(
     drive(main)
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.01, 0.015, 0.02, 0.03])
+def test_a_step_that_is_run_again_stands_in_line_before_those_whose_batches_come_again(
+    after_s: float,
+) -> None:
+    """Seen on Ray: a batch that came again while the old pulls were voided took the only permit,
+    and the step that it follows waited for ever."""
+    made, plain = batches(5), Plain(tables())
+    expected = [plain.step(batch) for batch in made]
+
+    async def main() -> list[float]:
+        bench = Bench()
+        plans = [bench.send(batch, step=step) for step, batch in enumerate(made)]
+        for plan in plans[:2]:
+            await bench.run(plan)
+        broken = asyncio.create_task(bench.stages[0].run(plans[2]))
+        await asyncio.sleep(0.07)  # its rows are here, later ones are asked for
+        for stage in bench.stages:
+            stage.abort("the last stage died")
+        with pytest.raises(Exception, match="the last stage died"):
+            await broken
+
+        async def come_again(*steps: int) -> None:
+            for step in steps:
+                bench.number = step
+                bench.send(made[step], step=step)
+                await asyncio.sleep(after_s)
+
+        await come_again(2, 3)
+        await asyncio.sleep(0.05)
+        sending = asyncio.create_task(come_again(2, 3, 4))
+        for plan in plans[2:]:
+            await bench.run(replace(plan, attempt=1))
+        await sending
+        return bench.losses
+
+    assert run_virtual(main()) == expected
+
+
 @pytest.mark.slow
 def test_rows_of_batches_that_are_here_are_pulled_before_their_step() -> None:
     """With the batches ahead a step costs its work; without them, the way to the shards too."""
