@@ -17,7 +17,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard native/*.* native/rows/*)
 
 help:
 	@echo "make demo    train fp32, DirectQ and AC-SGD over emulated 100 Mbps links (about 90 s)"
-	@echo "make test    the test suite, three parts at a time (some 13 minutes on two cores);"
+	@echo "make test    the test suite, three parts at a time (some 14 minutes on two cores);"
 	@echo "             the heavier ones have targets of their own:"
 	@echo "make test-thorough  every property with four times the examples (about two minutes)"
 	@echo "make test-chaos     kill, stop and corrupt: every action of every stage (about 10 minutes)"
