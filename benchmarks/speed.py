@@ -26,7 +26,7 @@ LARGE = {"pipeline.micro_batches": 16, "pipeline.micro_batch_size": 32, "data.nu
 SLOW = {"pipeline.micro_batches": 8, "pipeline.micro_batch_size": 16, "data.num_samples": 256}
 """For links on which fp32 would take hours otherwise."""
 
-PROBES = 4
+PROBES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +139,11 @@ def main() -> None:
 def bandwidth_of_the_paper(actors: Any, job: Mapping[str, Any]) -> float:
     """At which fp32's time on the wire is the paper's multiple of its compute, for this job.
 
-    Whatever else the machine does makes compute slower, never faster: the fastest probe counts.
+    The middle one of some probes counts, as in the table: the fastest would give links that are too
+    fast for what the machine then does, and a ratio below the paper's.
     """
     probe = {**job, "codec.name": "fp32", "network.bandwidth_bps": 100e6, "steps": 2}
-    ratio = max(train_arm(actors, probe)["link_to_compute"] for _ in range(PROBES))
+    ratio = median(train_arm(actors, probe)["link_to_compute"] for _ in range(PROBES))
     return round(100e6 * ratio / PAPER_RATIO, -5)
 
 
