@@ -32,9 +32,16 @@ class ProbeCalls(StageProcess):
         """CPU seconds of this stage's pieces of work, its output for the next stage, and how busy
         its node was meanwhile."""
         tensor = None if source is None else source.tensor()
+        keeper = self.stage.keeper
         watch = LoadWatch()
         costs, output = measure_stage(
-            self._spec, self._samples, ids, tensor, device=self._device, repeats=repeats
+            self._spec,
+            self._samples,
+            ids,
+            tensor,
+            device=self._device,
+            repeats=repeats,
+            box_trial_s=None if keeper is None else keeper.trial_s,
         )
         return costs, None if output is None else Output.of(output), watch.load()
 

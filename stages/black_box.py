@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ from compressors.row_log import Position, RowLog, RowLogError, read_all, write_a
 
 MAGIC = b"BOX1"
 MARK = struct.Struct("<4s4xqQII")  # magic, step, bytes of the notes, crc of notes and arrays, own
+
+
+TRIAL = "trial"
+TRIAL_WRITES = 3
+"""The first two fill a slot each; pages of the third are warm, as they are in training."""
 
 
 class BoxError(ValueError):
@@ -131,6 +137,21 @@ class BlackBox:
         os.pwrite(fd, head + struct.pack("<I", crc32(head)), 0)
         self._positions[image.step] = position
         self._log.drop_before(min(p.number for p in self._positions.values()))
+
+    def trial_s(self, image: Image) -> float:
+        """CPU seconds that writing such an image takes here, tried in a box beside this one."""
+        self._refuse_if_closed()
+        beside = [folder / TRIAL for folder in self._folders]
+        box = BlackBox(beside[0], rows=beside[1] if len(beside) > 1 else None)
+        took_s = 0.0
+        try:
+            for _ in range(TRIAL_WRITES):
+                start = time.thread_time()
+                box.write(image)
+                took_s = time.thread_time() - start
+        finally:
+            box.remove()
+        return took_s
 
     def steps(self) -> list[int]:
         """Steps that can be read, oldest first."""

@@ -57,6 +57,13 @@ class Keeper:
         """Whether the box had to be given up."""
         return bool(self._trouble)
 
+    def trial_s(self, image: Image) -> float:
+        """CPU seconds that writing such an image would take; 0 where the box has no room for it."""
+        try:
+            return 0.0 if self.is_off else self._box.trial_s(image)
+        except (OSError, BoxError):
+            return 0.0
+
     def keep(self, record: StepRecord) -> None:
         """Begin to write the step that was just committed; no step may run at this moment."""
         self._records.append(record)

@@ -22,6 +22,7 @@ from compressors.base import SampleKeys
 from compressors.frame import FrameHeader, pack, unpack
 from compressors.identity import DTYPES, dtype_name, from_part, to_part
 from compressors.registry import CodecSpec, sizing_codec
+from stages.box_cost import Trial, box_costs
 from stages.compute import Compute
 from stages.loss import count_targets
 from stages.spec import StageSpec
@@ -57,8 +58,12 @@ def measure_stage(
     *,
     device: str,
     repeats: int = 4,
+    box_trial_s: Trial | None = None,
 ) -> tuple[dict[str, float], Tensor | None]:
-    """Cost by phase for a micro-batch of `ids`, and this stage's output for the next one."""
+    """Cost by phase for a micro-batch of `ids`, and this stage's output for the next one.
+
+    `box_trial_s` says what it takes to write an image into the stage's black box, if it has one.
+    """
     compute = Compute(
         copy.deepcopy(spec.build()),  # a user's modules may be the very ones in training
         optim=spec.optim,
@@ -105,6 +110,10 @@ def measure_stage(
         _measure_codec(times, spec.gradient_codec, gradient, ids, repeats)
     # The norm and the update are two pieces of one phase, so the phase's mean stands for both.
     costs = {phase: mean(values[SKIP.get(phase, 0) :]) for phase, values in times.items()}
+    if box_trial_s is not None:
+        costs |= box_costs(
+            spec, compute, before=source, behind=output, ids=ids, trial_s=box_trial_s
+        )
     return costs, output
 
 

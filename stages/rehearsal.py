@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -24,8 +24,10 @@ from netsim.link import LinkLike
 from netsim.simulate import Cores
 from netsim.simulate import Lane as SharedLane
 from stages.assembly import assemble
+from stages.black_box import BlackBox
 from stages.ends import WireFormat
-from stages.lanes import Recorder
+from stages.keeper import Keeper
+from stages.lanes import Lane, Recorder, Unrecorded
 from stages.plan import StepPlan
 from stages.record import StepRecord
 from stages.spec import StageSpec
@@ -55,6 +57,9 @@ class StageCosts:
 
     deliver_s: float = 0.0
     """Of receiving it."""
+
+    box_s: float = 0.0
+    """Of writing a step into the stage's black box, while the next one computes."""
 
     node_load: float | None = None
     """Cores of its node that were busy, with anything, while this stage was measured."""
@@ -138,7 +143,7 @@ class LocalPipeline:
             options["wire"] = self.wire
         if self.wrap_link is not None:
             options["wrap_link"] = self.wrap_link
-        return assemble(
+        stage = assemble(
             spec,
             compute=self.compute_of(spec.index),
             samples=self.samples,
@@ -147,6 +152,10 @@ class LocalPipeline:
             deliver_to=self._deliver_from(spec.index),
             **options,
         )
+        if costs.box_s:
+            price = StageCosts(phases={"sync": costs.box_s})
+            stage.keeper = PricedKeeper(stage, self.lane(price, Unrecorded(), index))
+        return stage
 
     def lane(self, costs: StageCosts, recorder: Recorder, index: int = 0) -> CostLane:
         """A lane on the cores that a stage shares with the others of its node."""
@@ -300,6 +309,19 @@ class PricedCompute:
     def update(self, *, lr: float, factor: float) -> None: ...
 
     def abort(self) -> None: ...
+
+
+class PricedKeeper(Keeper):
+    """Takes the time that a black box takes, and keeps nothing."""
+
+    class _Nowhere:
+        def write(self, image: None) -> None: ...
+
+    def __init__(self, stage: Stage, lane: Lane) -> None:
+        super().__init__(stage, cast("BlackBox", self._Nowhere()), lane)
+
+    def _image(self, changes: Any) -> Any:
+        return None
 
 
 class PricedSamples:

@@ -18,6 +18,7 @@ from netsim.clock import run_virtual
 from netsim.topology import Topology
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.plans import Arm
+from stages.box_cost import BOX, BOX_ROWS
 from stages.record import StepRecord
 from stages.rehearsal import Home, StageCosts, cores_left, simulate
 
@@ -75,9 +76,11 @@ def measure_costs(pipeline: Pipeline) -> tuple[list[StageCosts], Shapes]:
         handle.measure.remote(ids, source, REPEATS): index
         for index, (handle, source) in enumerate(zip(handles, inputs, strict=True))
     }
+    num_micro_batches = len(pipeline.arm.order.at(0))
     costs = [
         StageCosts(
             phases=phases,
+            box_s=phases.pop(BOX, 0.0) + num_micro_batches * phases.pop(BOX_ROWS, 0.0),
             node_load=None if load is None else load.all,
             own_load=0.0 if load is None else load.own,
         )

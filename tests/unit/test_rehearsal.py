@@ -357,3 +357,16 @@ def test_eager_1f1b_gains_where_a_transfer_takes_as_long_as_a_pass(
     found = [step_s(rehearse(**options, schedule=n)) for n in ("gpipe", "1f1b", "eager-1f1b")]
 
     assert found == pytest.approx(times, abs=0.01)
+
+
+def test_black_boxes_take_their_share_of_the_cores() -> None:
+    job = {"stages": 2, "micro_batches": 4, "bandwidth_bps": 1e12, "num_cores": 1.0}
+    without = step_s(rehearse(**job))
+    assert step_s(rehearse(**job, box_s=0.05)) == pytest.approx(without + 2 * 0.05, rel=1e-3)
+
+
+def test_a_step_is_not_committed_before_the_box_holds_the_one_before() -> None:
+    job = {"stages": 2, "micro_batches": 4, "bandwidth_bps": 1e12}
+    without = step_s(rehearse(**job))
+    assert step_s(rehearse(**job, box_s=without / 2)) == pytest.approx(without, rel=1e-3)
+    assert step_s(rehearse(**job, box_s=3 * without)) == pytest.approx(3 * without, rel=1e-3)
