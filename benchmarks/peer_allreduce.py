@@ -61,7 +61,7 @@ class Replica:
     def meet(self, peers: list[Any]) -> None:
         self._peers = peers
 
-    def deliver(self, source: int, generation: int, frame: Any) -> None:
+    def deliver_letter(self, generation: int, frame: Any) -> None:
         self.loop.call_soon(self._post.on_frame, frame)
 
     def run(self, size: int, rounds: int, first: int, route: str) -> tuple[list[float], float]:
@@ -102,7 +102,7 @@ class Replica:
         if target not in self._links:
             peer = self._peers[target]
             self._links[target] = Link(
-                LinkSpec(), self._uplink, lambda frame: self._courier.push(peer, target, 0, frame)
+                LinkSpec(), self._uplink, lambda frame: self._courier.post(peer, target, 0, frame)
             )
         return self._links[target]
 
@@ -120,7 +120,8 @@ class Actors:
 
         cls: Any = type(member.__name__, (member,), {})
         mark = ray.method(concurrency_group="net", num_returns=0, enable_task_events=False)
-        cls.deliver = mark(own_copy(member.deliver))
+        door = "deliver_letter" if member is Replica else "deliver"
+        setattr(cls, door, mark(own_copy(getattr(member, door))))
         decorate: Any = ray.remote
         remote = decorate(num_cpus=0, concurrency_groups={"net": 1})(cls)
         self._ray = ray
