@@ -112,6 +112,11 @@ class CtrPipeline(Pipeline):
 
     # --- checkpoints ------------------------------------------------------------------------------
 
+    def check_in(self) -> None:
+        """Shards too, and first: a stage may wait for one that is lost."""
+        self.shards.check()
+        super().check_in()
+
     def file_of(self, index: int) -> str:
         """Stages, then shards."""
         if index < len(self.handles):
@@ -138,11 +143,20 @@ class CtrPipeline(Pipeline):
         the shards copy theirs, and only then goes on."""
         for handle in self.handles:
             handle.keep_state.remote(key, step)
-        handles = dict(enumerate([*self.handles, *self.shards.handles]))
+        shards = list(self.shards.handles)
+        handles = dict(enumerate([*self.handles, *shards]))
+
+        def let_go(place: int, why: BaseException) -> None:
+            """Stage 0 may have died before it gave the shards their order."""
+            if place == 0:
+                for shard in shards:
+                    shard.keep_not.remote(key, str(why))
+
         return Save(
             handles,
             lambda index: handles[index].write_kept.remote(key, folder, self.file_of(index)),
             patience_s=self.patience_s(),
+            on_failed=let_go,
         )
 
     def load_shards(self, checkpoint: Checkpoint) -> int:

@@ -29,13 +29,16 @@ class Save:
         write: Callable[[int], Any],
         *,
         patience_s: float = 0.0,
+        on_failed: Callable[[int, BaseException], None] = lambda place, why: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`write` calls an actor: the call ends when its file is written, or its bytes are here.
 
-        One that lives is given `patience_s`, and at least `PATIENCE_S`.
+        One that lives is given `patience_s`, and at least `PATIENCE_S`. Whose file will not come
+        is told to `on_failed`: others may wait for its word.
         """
         self._patience_s = max(PATIENCE_S, patience_s)
+        self._on_failed = on_failed
         self._clock = clock
         self._places = sorted(handles)
         self._writes = {place: write(place) for place in self._places}
@@ -80,6 +83,8 @@ class Save:
     def _end(self, place: int, result: Any) -> None:
         self._writes.pop(place, None)
         self._results[place] = result
+        if isinstance(result, BaseException):
+            self._on_failed(place, result)
 
 
 def _get(ref: Any) -> Any:

@@ -10,10 +10,14 @@ may wait for a neighbour that is lost: signs of life and the abort among them.
 
 from __future__ import annotations
 
+from collections import deque
 from threading import Condition
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+KEPT_KEYS = 16
+"""Of those that are over: more than are ever under way together."""
 
 
 class Copies(Generic[T]):
@@ -23,21 +27,28 @@ class Copies(Generic[T]):
         self._changed = Condition()
         self._copies: dict[str, T | Exception] = {}
         self._num_put = 0
+        self._over: deque[str] = deque(maxlen=KEPT_KEYS)
+        """Taken, or given up: what still comes for them is too late."""
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def put(self, key: str, copy: T | Exception) -> None:
-        """The copy, or why there is none; who waits for an earlier one waits in vain."""
+    def put(self, key: str, copy: T | Exception) -> bool:
+        """The copy, or why there is none; who waits for an earlier one waits in vain. False if it
+        comes too late: whoever was to write it has ended."""
         with self._changed:
+            if key in self._over:
+                return False
             self._copies[key] = copy
             self._num_put += 1
             self._changed.notify_all()
+            return True
 
     def put_if_missing(self, key: str, why: Exception) -> None:
         """There will be no copy, unless it is here already."""
-        if key not in self._copies:
-            self.put(key, why)
+        with self._changed:
+            if key not in self._copies:
+                self.put(key, why)
 
     def take(self, key: str) -> T:
         """Waits for the copy; raises what `put` was given in its place."""
@@ -45,6 +56,7 @@ class Copies(Generic[T]):
             before = self._num_put
             self._changed.wait_for(lambda: key in self._copies or self._num_put > before)
             copy = self._copies.pop(key, None)
+            self._over.append(key)
         if copy is None:
             raise RuntimeError("it was not copied: the order for it was lost")
         if isinstance(copy, Exception):

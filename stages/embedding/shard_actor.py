@@ -168,10 +168,12 @@ class ShardActor:
 
     def keep(self, key: str) -> None:
         """Take a snapshot of the shard for `write_kept`; training goes on at once."""
-        self._copies.put(key, self._on_loop(self._keep))
+        kept = self._on_loop(self._keep)
+        if not self._copies.put(key, kept):
+            kept.close()  # stage 0 died meanwhile, and the driver has given up this copy
 
     def keep_not(self, key: str, why: str) -> None:
-        """Stage 0 gave up: `write_kept` need not wait for a snapshot."""
+        """Stage 0 gave up, or is gone: `write_kept` need not wait for a snapshot."""
         self._copies.put_if_missing(key, RuntimeError(f"stage 0 did not save its state: {why}"))
 
     def _close_copies(self) -> None:

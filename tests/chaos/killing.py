@@ -99,7 +99,7 @@ def train(
     saves: list[Save] = []
     if folder is not None:
         pipeline.on_sent = lambda step: saves.append(
-            pipeline.start_save(f"step {step}", step, str(folder / str(len(saves))))
+            pipeline.start_save(f"try {len(saves)}", step, str(folder / str(len(saves))))
         )
     losses: list[float | None] = []
     events: list[str] = []

@@ -95,3 +95,19 @@ def test_a_copy_that_is_there_outlives_the_word_that_there_is_none() -> None:
     assert copies.take("a") == "state a"
     with pytest.raises(ValueError, match="stage 0 gave up"):
         copies.take("b")
+
+
+def test_what_comes_for_a_copy_that_was_given_up_disturbs_nobody_and_is_handed_back() -> None:
+    """The driver gave it up when stage 0 died; stage 0's own order was still on its way."""
+    copies: Copies[str] = Copies()
+    copies.put_if_missing("a", ValueError("stage 0 is gone"))
+    with pytest.raises(ValueError, match="stage 0 is gone"):
+        copies.take("a")
+    taker = Taker(copies, "b")
+    wait_until_it_waits(copies)
+
+    assert copies.put("a", "state a") is False
+    copies.put_if_missing("a", ValueError("stage 0 is gone"))
+    assert copies.put("b", "state b") is True
+    assert taker.end() == "state b"
+    assert len(copies) == 0

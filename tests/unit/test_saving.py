@@ -103,3 +103,20 @@ def test_one_that_gives_no_sign_of_life_is_not_waited_for(world: World) -> None:
     assert (first, last) == ("note 0", "note 2")
     assert isinstance(lost, Silent)
     assert SILENT_S <= world.now < 2 * SILENT_S
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "mutant: nobody tells them"])
+def test_who_waits_for_the_word_of_one_that_died_is_not_waited_for(
+    world: World, is_told: bool
+) -> None:
+    """Shards copy their rows when stage 0 says so; they live, and would be given ten minutes."""
+    world.answers["file 0"] = ActorDiedError()
+
+    def let_go(place: int, why: BaseException) -> None:
+        assert (place, type(why)) == (0, ActorDiedError)
+        world.answers |= {"file 1": "not copied", "file 2": "not copied"}
+
+    save = world.start(on_failed=let_go) if is_told else world.start()
+    save.results(wait=True)
+
+    assert (world.now < 10) == is_told

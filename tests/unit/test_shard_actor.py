@@ -16,7 +16,9 @@ from stages.embedding import shard_actor
 from stages.embedding.embedding_spec import EmbeddingSpec
 from stages.embedding.letters import Wire
 from stages.embedding.row_rules import Adagrad
+from stages.embedding.shard import Shard
 from stages.embedding.shard_actor import ShardActor, ShardPlace
+from stages.embedding.shard_stream import KeptShard, keep_shard
 from stages.embedding.shard_terms import IdSet
 from stages.embedding.tables import Table
 
@@ -94,5 +96,41 @@ def test_all_rows_are_told_those_on_disk_too(
     keys, weights = actor.rows("a")
 
     assert dict(zip(keys.tolist(), weights.tolist(), strict=True)) == pulled
+    actor._on_loop(actor._let_go)
+    actor._loop.stop()
+
+
+def test_a_snapshot_that_nobody_will_write_any_more_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 0 died, the driver gave its checkpoint up, and its order came all the same."""
+    context: Any = type("Context", (), {"get_node_id": lambda self: "here"})()
+    monkeypatch.setattr(shard_actor.ray, "get_runtime_context", lambda: context)
+    actor = ShardActor(0)
+    actor.setup(spec(tmp_path), place(0))
+    made: list[KeptShard] = []
+    closed: list[KeptShard] = []
+
+    def keep(shard: Shard) -> KeptShard:
+        made.append(keep_shard(shard))
+        return made[-1]
+
+    def close(self: KeptShard) -> None:
+        closed.append(self)
+        let_go(self)
+
+    let_go = KeptShard.close
+    monkeypatch.setattr(KeptShard, "close", close)
+    monkeypatch.setattr(shard_actor, "keep_shard", keep)
+    actor.keep_not("first", "stage 0 is gone")
+    with pytest.raises(RuntimeError, match="stage 0 is gone"):
+        actor.write_kept("first", None, "shard")
+    actor.keep("first")
+    actor.keep("second")
+
+    assert len(actor.write_kept("second", None, "shard")) > 0
+    assert len(actor._copies) == 0
+    assert len(made) == 2
+    assert closed == made
     actor._on_loop(actor._let_go)
     actor._loop.stop()
