@@ -268,6 +268,10 @@ class Pipeline:
         """Whether something else than a stage was the cause, and was told of and mended."""
         return False
 
+    def counted(self) -> Sequence[Failure]:
+        """The failures so far that count when a stage is lost."""
+        return self.failures
+
     def _launch(self) -> None:
         for item in itertools.islice(self.queue, AHEAD):
             if not item.calls and len(item.results) < len(self.handles):

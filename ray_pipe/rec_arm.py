@@ -19,7 +19,8 @@ from ray_pipe.ctr_workload import CtrArm, last_of
 from ray_pipe.errors import TrainingError
 from ray_pipe.rec_batches import Loaded
 from ray_pipe.rec_loader import Loader
-from ray_pipe.shards import Shards
+from ray_pipe.recovery import Failure
+from ray_pipe.shards import ShardFailure, Shards
 from ray_pipe.stage_actors import StageActors
 from stages.embedding.loaded import PART_BITS
 from stages.optim import lr_at
@@ -177,14 +178,25 @@ class LoadedPipeline(CtrPipeline):
 
     def set_loss(self, loss: Any) -> None:
         """Another loss for the steps that are submitted from now on; none may be under way."""
-        assert not self.queue
-        self._loss = loss
-        self.gather({self.handles[-1].set_loss.remote(loss): 0}, doing="taking its loss")
+        last = len(self.handles) - 1
+        while True:
+            self.settle()  # what is run again has the loss that it had
+            try:
+                self.results({self.handles[last].set_loss.remote(loss): last}, "taking a loss")
+            except CallsFailed as failed:
+                self._rescue(Item(plan=self.arm.plan(max(self.last_known, 0))), failed)
+                continue
+            self._loss = loss
+            return
 
     def close(self) -> None:
         self.loader.close()
 
     # --- after a failure --------------------------------------------------------------------------
+
+    def counted(self) -> list[Failure]:
+        """Shards have a limit of their own."""
+        return [one for one in self.failures if not isinstance(one, ShardFailure)]
 
     def load_states(self, states: Sequence[StageState]) -> None:
         super().load_states(states)

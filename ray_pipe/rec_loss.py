@@ -16,15 +16,16 @@ FLAGS = {
 """What a command says, and what it is called in Python."""
 
 
-def told_in_python(error: TrainingError) -> TrainingError:
-    """The same with arguments instead of flags, and with what can be done now."""
+def told_in_python(error: TrainingError, *, so: str = "") -> TrainingError:
+    """The same with arguments instead of flags, with what came of it (`so`), and with what can be
+    done now."""
     if WAY_ON in str(error):
         return error
     if isinstance(error, StageDied):
-        hint = "; ".join(filter(None, [_translated(error.hint), WAY_ON]))
+        hint = "; ".join(filter(None, [_translated(error.hint), so, WAY_ON]))
         return StageDied(error.stage, error.step, error.cause, hint)
     kind = ClusterError if isinstance(error, ClusterError) else TrainingError
-    return kind(f"{_translated(str(error))}; {WAY_ON}")
+    return kind("; ".join(filter(None, [_translated(str(error)), so, WAY_ON])))
 
 
 def _translated(text: str) -> str:

@@ -40,7 +40,7 @@ from ray_pipe.rec_arm import LoadedPipeline
 from ray_pipe.rec_batches import Batches, Loaded, num_samples
 from ray_pipe.rec_link import Link
 from ray_pipe.rec_loss import StepLoss, told_in_python
-from ray_pipe.rec_plan import arm_of, config_of, taken_apart, workload_of
+from ray_pipe.rec_plan import arm_of, config_of, named_weights, taken_apart, workload_of
 from ray_pipe.rec_stage import EmbeddingStage, check_shards
 from ray_pipe.recovery import Failure
 from ray_pipe.shards import Shards
@@ -240,22 +240,17 @@ class Pipeline:
         self.drain()
         with self._breaking():
             states = self._running().state_dicts()
-        cuts = self._workload.cuts(self._num_stages)
-        for cut, state in zip(cuts, states, strict=True):
-            for name, tensor in state["module"].items():
-                place, _, rest = name.partition(".")
-                if rest.startswith("replicated."):
-                    yield rest, tensor
-                else:
-                    rest = rest.removeprefix("block.") if cut.start + int(place) == 0 else rest
-                    yield f"{cut.start + int(place)}.{rest}", tensor
+        return named_weights(self._workload.cuts(self._num_stages), states)
 
     def save(self, folder: str | Path) -> None:
-        """All weights, optimizer states and rows after the steps so far, as one checkpoint."""
-        self.drain()
-        with self._breaking():
-            self._running().check_in()
-            rec_saves.save(self._running(), self.emb, folder, steps=self._next_step)
+        """All weights, optimizer states and rows after the steps so far, as one checkpoint.
+
+        Who dies meanwhile is replaced as in a step, and it is written anew. Until it is whole, an
+        older one of that name is.
+        """
+        pipeline = self._running()
+        with self._breaking(so=f"{folder} was not written"):
+            rec_saves.save(pipeline, self.emb, folder, steps=self._next_step, settle=self.drain)
         self._keep(open_checkpoint(Folder(str(folder))))
 
     def load(self, folder: str | Path, *, shards: int | None = None) -> None:
@@ -311,10 +306,7 @@ class Pipeline:
         if table not in known:
             raise ConfigError(f"sharded tables are {known}, got {table!r}.")
         self.drain()
-        parts = rec_rows.ask(self._running(), "rows", table)
-        ids = np.concatenate([part[0] for part in parts])
-        order = np.argsort(ids)
-        return ids[order], np.concatenate([part[1] for part in parts])[order]
+        return rec_rows.rows_of(self._running(), table)
 
     # --- starting, ending -------------------------------------------------------------------------
 
@@ -387,13 +379,13 @@ class Pipeline:
         return Batches(self.emb, shards=self._num_shards)
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self, *, so: str = "") -> Iterator[None]:
         """What ends a step inside ends this life of the pipeline, and says how to go on."""
         try:
             yield
         except TrainingError as error:
             if self._broken is None:
-                self._broken = told_in_python(error)
+                self._broken = told_in_python(error, so=so)
                 raise self._broken from error
             raise
 

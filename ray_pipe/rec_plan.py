@@ -5,11 +5,11 @@ Path: ray_pipe.rec_pipeline -> ray_pipe.rec_plan -> ray_pipe.rec_arm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ray_pipe.config import OptimConfig, RunConfig
 from ray_pipe.data import Order
@@ -117,6 +117,21 @@ def arm_of(
         deadline_s=config.deadline_s,
         embedding=emb.spec(shards),
     )
+
+
+def named_weights(
+    cuts: Sequence[range], states: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of all stages as `nn.Sequential(*blocks)` names them; replicated tables as
+    `rec.Embeddings` does."""
+    for cut, state in zip(cuts, states, strict=True):
+        for name, tensor in state["module"].items():
+            place, _, rest = name.partition(".")
+            if rest.startswith("replicated."):
+                yield rest, tensor
+            else:
+                rest = rest.removeprefix("block.") if cut.start + int(place) == 0 else rest
+                yield f"{cut.start + int(place)}.{rest}", tensor
 
 
 def _never(start: int, stop: int) -> nn.Module:

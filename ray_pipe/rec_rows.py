@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -57,6 +58,14 @@ def ask(pipeline: LoadedPipeline, method: str, *args: Any) -> list[Any]:
             "place, so try again"
         ) from error
     return found
+
+
+def rows_of(pipeline: LoadedPipeline, table: str) -> tuple[Any, Any]:
+    """Ids of all shards, rising, and their weights."""
+    parts = ask(pipeline, "rows", table)
+    ids = np.concatenate([part[0] for part in parts])
+    order = np.argsort(ids)
+    return ids[order], np.concatenate([part[1] for part in parts])[order]
 
 
 def stats_of(pipeline: LoadedPipeline, ledger: Ledger, client: Mapping[str, Any]) -> dict[str, Any]:

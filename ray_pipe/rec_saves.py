@@ -3,13 +3,15 @@
 Path: ray_pipe.rec_pipeline -> ray_pipe.rec_saves -> ray_pipe.checkpoint_files
 
 The same files as the checkpoints of a run, in the folder that the user names. It is written aside
-and renamed, so an older checkpoint of that name is whole until the new one is.
+and renamed, so an older checkpoint of that name is whole until the new one is. When a stage or a
+shard is lost meanwhile, the files of this try are void: all go back to one step, and write anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,49 +24,99 @@ from ray_pipe.checkpoint_files import (
     Manifest,
     open_checkpoint,
 )
+from ray_pipe.errors import TrainingError
 from ray_pipe.rec_arm import LoadedPipeline
 from ray_pipe.rec_stage import EmbeddingStage
 from stages.storage import FileNote, Folder, StorageError
 
+TRIES = 3
+"""Of one checkpoint: whoever dies of being saved will not live longer the fourth time."""
 
-def save(pipeline: LoadedPipeline, emb: EmbeddingStage, folder: str | Path, *, steps: int) -> None:
-    """Write the pipeline after so many steps; nothing may be under way."""
+
+def save(
+    pipeline: LoadedPipeline,
+    emb: EmbeddingStage,
+    folder: str | Path,
+    *,
+    steps: int,
+    settle: Callable[[], None],
+) -> None:
+    """Write the pipeline after so many steps, again if somebody is lost; `settle` waits for what is
+    under way, which after a loss may be a step that is run again."""
+    for left in reversed(range(TRIES)):
+        settle()
+        num_lost = len(pipeline.failures)
+        try:
+            _write(pipeline, emb, folder, steps=steps)
+        except (CheckpointError, TrainingError) as error:
+            pipeline.check_in()  # who is lost is replaced and counted; or this ends the pipeline
+            if len(pipeline.failures) == num_lost:
+                raise  # all live: a full disk would be full the next time
+            if not left:
+                raise CheckpointError(
+                    f"{folder} was not written: somebody was lost in each of {TRIES} tries, last: "
+                    f"{pipeline.failures[-1]}. What was there before is as it was."
+                ) from error
+        else:
+            return
+
+
+def _write(
+    pipeline: LoadedPipeline, emb: EmbeddingStage, folder: str | Path, *, steps: int
+) -> None:
+    """One try; nothing may be under way. Files that will not count are not left behind."""
     place = Folder(str(folder))
     aside = place.aside()
-    aside.remove()
     try:
-        token = uuid.uuid4().hex
-        aside.write(token, [token.encode()])
-        shared = pipeline.see(str(aside), token, token.encode())
-        aside.remove_file(token)
-        results = pipeline.start_save(token, steps - 1, str(aside) if shared else None).results(
-            wait=True
-        )
-        assert results is not None
-        notes: list[FileNote] = []
-        for index, result in enumerate(results):
-            if isinstance(result, BaseException):
-                raise CheckpointError(f"{pipeline.file_of(index)} was not saved: {result}.")
-            if not isinstance(result, FileNote):  # its bytes: the driver writes for it
-                result = aside.write(pipeline.file_of(index), [memoryview(result)])
-            notes.append(result)
-        arm = pipeline.own
-        cuts = arm.workload.cuts(arm.config.pipeline.stages)
-        manifest = Manifest(
-            arm=arm.name,
-            step=steps,
-            serial=1,
-            config={"tables": tables_of(emb), "seed": emb.seed},
-            data={"digest": arm.workload.samples.digest},
-            blocks={str(b): d for info in pipeline.infos for b, d in info["blocks"].items()},
-            cuts=tuple((cut.start, cut.stop) for cut in cuts),
-            files=tuple(notes),
-            code=code_version(pipeline.infos),
-            written=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        aside.remove()
+        try:
+            notes = _write_files(pipeline, aside, steps=steps)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                aside.remove()
+            raise
+        manifest = _manifest(pipeline, emb, notes, steps=steps)
         CheckpointStore(place.parent).commit(place, aside, manifest)
     except StorageError as error:
         raise CheckpointError(f"{folder} could not be written: {error}.") from error
+
+
+def _write_files(pipeline: LoadedPipeline, aside: Folder, *, steps: int) -> list[FileNote]:
+    """One of each stage and shard, or the error of the first that has none."""
+    token = uuid.uuid4().hex
+    aside.write(token, [token.encode()])
+    shared = pipeline.see(str(aside), token, token.encode())
+    aside.remove_file(token)
+    save = pipeline.start_save(token, steps - 1, str(aside) if shared else None)
+    results = save.results(wait=True)
+    assert results is not None
+    notes: list[FileNote] = []
+    for index, result in enumerate(results):
+        if isinstance(result, BaseException):
+            raise CheckpointError(f"{pipeline.file_of(index)} was not saved: {result}.")
+        if not isinstance(result, FileNote):  # its bytes: the driver writes for it
+            result = aside.write(pipeline.file_of(index), [memoryview(result)])
+        notes.append(result)
+    return notes
+
+
+def _manifest(
+    pipeline: LoadedPipeline, emb: EmbeddingStage, notes: list[FileNote], *, steps: int
+) -> Manifest:
+    arm = pipeline.own
+    cuts = arm.workload.cuts(arm.config.pipeline.stages)
+    return Manifest(
+        arm=arm.name,
+        step=steps,
+        serial=1,
+        config={"tables": tables_of(emb), "seed": emb.seed},
+        data={"digest": arm.workload.samples.digest},
+        blocks={str(b): d for info in pipeline.infos for b, d in info["blocks"].items()},
+        cuts=tuple((cut.start, cut.stop) for cut in cuts),
+        files=tuple(notes),
+        code=code_version(pipeline.infos),
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 def open_saved(folder: str | Path, emb: EmbeddingStage, *, num_stages: int) -> Checkpoint:

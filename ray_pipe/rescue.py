@@ -82,7 +82,7 @@ class Rescue:
             failure = replace(failure, at_s=at_s)
             limit = pipeline.arm.config.faults.max_failures
             excused = pipeline.excuses(failure)
-            reason = "" if excused else verdict(failure, pipeline.failures, max_failures=limit)
+            reason = "" if excused else verdict(failure, pipeline.counted(), max_failures=limit)
             if not excused:
                 pipeline.failures.append(failure)
             if reason:

@@ -16,10 +16,12 @@ import ray.cloudpickle
 import rec_bench
 import torch
 from rec_bench import Plain, batches, blocks, tables
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ray_pipe
 from ray_pipe import CheckpointError, StageDied, TrainingError, rec
+from ray_pipe.rec_arm import LoadedPipeline
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 for module in (sys.modules[__name__], rec_bench):
@@ -285,6 +287,84 @@ def test_a_stage_that_may_not_be_replaced_ends_the_pipeline_and_load_starts_it_a
         pipe.load(tmp_path / "ckpt")
         assert pipe.fit(made[3:], binary_cross_entropy_with_logits) == expected[3:]
         assert_same(plain, pipe)
+
+
+@pytest.mark.parametrize("victim", ["stage 0", "stage 1", "shard 1"])
+def test_who_is_killed_while_a_checkpoint_is_written_is_replaced_and_it_is_written(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """Behind the last step, before its state is copied. A stage costs no bit; a shard goes on with
+    the rows of the last checkpoint, which here is of the same step."""
+    kind, _, index = victim.partition(" ")
+    made, plain = batches(9), Plain(tables())
+    expected = [plain.step(batch) for batch in made]
+    start_save, tries = LoadedPipeline.start_save, []
+
+    def dying(self: LoadedPipeline, *args: Any) -> Any:
+        tries.append(args)
+        if len(tries) == 2:
+            ray.kill((self.handles if kind == "stage" else self.shards.handles)[int(index)])
+        return start_save(self, *args)
+
+    monkeypatch.setattr(LoadedPipeline, "start_save", dying)
+    with pipeline(tables()) as pipe:
+        losses = pipe.fit(made[:6], binary_cross_entropy_with_logits)
+        pipe.save(tmp_path / "ckpt")
+        pipe.save(tmp_path / "ckpt")
+        assert len(tries) == 3
+        assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+        (failure,) = pipe.failures
+        assert failure.kind == "died"
+        assert failure.replaced == ((int(index) if kind == "stage" else 3),)
+
+        losses += pipe.fit(made[6:], binary_cross_entropy_with_logits)
+        stats = pipe.emb.stats()
+        assert losses == expected
+        assert_same(plain, pipe)
+        assert (stats["lost_pushes"], stats["lost_versions"]) == (0, 0)
+        pipe.load(tmp_path / "ckpt", shards=1)
+        assert pipe.fit(made[6:], binary_cross_entropy_with_logits) == expected[6:]
+        assert_same(plain, pipe)
+
+
+def test_a_stage_that_may_not_be_replaced_ends_a_save_and_the_old_checkpoint_is_whole(
+    cluster: None, tmp_path: Path
+) -> None:
+    made, plain = batches(6), Plain(tables())
+    expected = [plain.step(batch) for batch in made]
+    with pipeline(tables(), max_stage_failures=0) as pipe:
+        pipe.fit(made[:3], binary_cross_entropy_with_logits)
+        pipe.save(tmp_path / "ckpt")
+        pipe.fit(made[3:], binary_cross_entropy_with_logits)
+        pipe.drain()
+        ray.kill(pipe._running().handles[1])
+        with pytest.raises(StageDied, match=r"max_stage_failures is 0; .*ckpt was not written; "):
+            pipe.save(tmp_path / "ckpt")
+        assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+        pipe.load(tmp_path / "ckpt")
+        assert pipe.fit(made[3:], binary_cross_entropy_with_logits) == expected[3:]
+
+
+def test_a_last_stage_that_dies_before_it_is_given_another_loss_is_replaced(
+    cluster: None,
+) -> None:
+    """And a step that is run again has the loss that it had."""
+    made, plain = batches(6), Plain(tables())
+    expected = [plain.step(batch) for batch in made]
+
+    def twice(output: Tensor, label: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(output, label) * 2
+
+    with pipeline(tables()) as pipe:
+        losses = pipe.fit(made[:4], binary_cross_entropy_with_logits)
+        pipe.drain()
+        ray.kill(pipe._running().handles[1])
+        double = float(pipe.step(made[4], twice))
+
+        assert losses == expected[:4]
+        assert double == pytest.approx(2 * expected[4], rel=1e-6)
+        assert [one.stage for one in pipe.failures] == [1]
 
 
 def test_the_shipped_recommender_runs(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ def test_a_stage_that_died_is_told_in_arguments_and_with_the_way_on(hint: str, t
     assert told_in_python(error) is error
 
 
+def test_what_came_of_it_is_told_before_the_way_on() -> None:
+    died = told_in_python(StageDied(1, 7, "killed", "step 7 failed 3 times"), so="x is unwritten")
+    other = told_in_python(TrainingError("no room"), so="x is unwritten")
+
+    assert str(died).endswith(f"step 7 failed 3 times; x is unwritten; {WAY_ON}")
+    assert str(other) == f"no room; x is unwritten; {WAY_ON}"
+
+
 def test_other_ends_keep_their_kind_and_have_the_way_on_once() -> None:
     shard = TrainingError("3 shards have died before it, and --max-failures is 3; lower --capacity")
     start = told_in_python(ClusterError("no room"))

@@ -199,6 +199,7 @@ class Crew:
             patience_s=lambda: 1200.0,
         )
         self.pipeline.on_failure = self.pipeline.told.append
+        self.pipeline.counted = lambda: self.pipeline.failures
 
     def _handle(self, index: int) -> Any:
         def call(name: str) -> Any:
