@@ -32,7 +32,7 @@ from ray_pipe.ctr_small import SmallRows, SmallTables
 from ray_pipe.ctr_spec import form_of
 from ray_pipe.ctr_synthetic import SyntheticCtr, SyntheticSpec
 from ray_pipe.data import Batch, Order
-from ray_pipe.errors import ConfigError
+from ray_pipe.errors import ConfigError, DataError
 from ray_pipe.models.dlrm import DLRMShape, dlrm_block, dlrm_flops
 from ray_pipe.plans import Arm
 from ray_pipe.workload import Workload
@@ -131,11 +131,13 @@ def click_task(config: RunConfig) -> ClickTask:
         made = SyntheticCtr(_synthetic_spec(config))
         samples = made.collected()
         split = _split(config, samples)
+        _check_labels(samples, split)
         best = made.best_auc(split.test)
         name = f"{len(samples):,} made-up clicks"
     else:
         samples = _read(config)
         split = _split(config, samples)
+        _check_labels(samples, split)
         samples = Scale.of(samples, split.train).scaled(samples)
         name = f"{len(samples):,} samples of {config.data.source}"
     small = SmallTables.find(samples, split.train, at_most=embedding.replicate)
@@ -209,6 +211,16 @@ def _split(config: RunConfig, samples: CtrSamples) -> Split:
     if config.embedding.split == "time":
         return split_by_time(samples.times, test=share)
     return split_by_seed(len(samples), test=share, seed=config.seed)
+
+
+def _check_labels(samples: CtrSamples, split: Split) -> None:
+    """Refuse held-out samples that no AUC can be told of before an epoch was trained."""
+    labels = np.unique(samples.labels[split.test])
+    if len(labels) < 2:
+        raise DataError(
+            f"all {len(split.test):,} held-out samples have the label {labels[0]:g}, and an AUC "
+            "needs both; give more data, another embedding.split, or a larger embedding.test."
+        )
 
 
 def _build(

@@ -13,7 +13,7 @@ from ray_pipe import rec
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_checks import check_capacity, check_rows
 from ray_pipe.ctr_workload import ClickLoss, click_task, ctr_arms
-from ray_pipe.errors import ConfigError
+from ray_pipe.errors import ConfigError, DataError
 from ray_pipe.rec_arm import OwnLoss
 
 
@@ -138,6 +138,21 @@ def test_a_file_of_clicks_is_read_scaled_and_split_by_time(tmp_path: Path) -> No
     assert task.best_auc is None
     samples: Any = task.workload.samples
     assert samples.batch([0, 1, 2, 3, 4]).targets.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_held_out_samples_of_one_class_are_refused_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    """Ratings that end with a month of good ones, say: their AUC would be told after an epoch."""
+    lines = ["user,item,rating,timestamp"]
+    lines += [f"{i % 7},{i % 11},{5 if i >= 150 else 1 + i % 5},{1000 + i}" for i in range(200)]
+    path = tmp_path / "ratings.csv"
+    path.write_text("\n".join(lines) + "\n")
+    own = {"data.source": str(path), "data.num_samples": None, "embedding.test": 0.25}
+
+    with pytest.raises(DataError, match=r"all 50 held-out samples have the label 1, .* both"):
+        click_task(config(**own, **{"embedding.split": "time"}))
+    assert click_task(config(**own)).workload.num_train > 0
 
 
 def test_more_stages_than_layers_are_refused_with_the_number() -> None:
