@@ -25,17 +25,18 @@ MAX_AGES = 4
 
 
 def _staleness(arm: Arm) -> str:
+    parts = _ages(arm.get("staleness_histogram") or {})
+    return "\n".join(" ".join(parts[at : at + 2]) for at in range(0, len(parts), 2)) or NONE
+
+
+def _ages(counts: Mapping[str, int]) -> list[str]:
     """How many updates were how stale: `0:63% 1:30% 2:7%`. Of many ages the most frequent ones,
     and the largest."""
-    histogram = {int(age): num for age, num in (arm.get("staleness_histogram") or {}).items()}
+    histogram = {int(age): num for age, num in counts.items() if num}
     total = sum(histogram.values())
-    if not total:
-        return NONE
     frequent = sorted(sorted(histogram, key=lambda age: -histogram[age])[:MAX_AGES])
     parts = [f"{age}:{_share(histogram[age] / total)}" for age in frequent]
-    if len(histogram) > MAX_AGES:
-        parts.append(f"max {max(histogram)}")
-    return "\n".join(" ".join(parts[at : at + 2]) for at in range(0, len(parts), 2))
+    return [*parts, f"max {max(histogram)}"] if len(histogram) > MAX_AGES else parts
 
 
 def _share(share: float) -> str:
@@ -130,8 +131,7 @@ def progress_text(row: Mapping[str, Any]) -> str:
         parts.append(f"{show_amount(float(embedding['rows']))} rows ({memory})")
     staleness = embedding.get("staleness") or {}
     if staleness:
-        ages = sorted(map(int, staleness))
-        shown = str(ages[0]) if ages[0] == ages[-1] else f"{ages[0]}-{ages[-1]}"
+        shown = " ".join(_ages(staleness)) if len(staleness) > 1 else next(iter(staleness))
         parts.append(f"stale {shown} of {embedding.get('tau')}")
     if (auc := number(embedding.get("auc"))) is not None:
         parts.append(f"AUC {auc:.4f}")

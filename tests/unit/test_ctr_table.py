@@ -125,15 +125,17 @@ def test_the_progress_line_tells_bytes_rows_memory_staleness_and_the_last_auc() 
         "num_tokens": 1000,
         "bytes": {"activation": 250_000, "embedding": 111_000},
         "embedding": {
-            "rows": 17_500, "row_bytes": 3_010_000, "tau": 2, "staleness": {"1": 1, "2": 1},
+            "rows": 17_500, "row_bytes": 3_010_000, "tau": 2, "staleness": {"1": 1, "2": 3},
             "auc": 0.7497, "log_loss": 0.5763,
         },
     }  # fmt: skip
 
     assert (
         progress_text(line)
-        == "361 B/sample  17.5k rows (3.01 MB)  stale 1-2 of 2  AUC 0.7497  log-loss 0.5763"
+        == "361 B/sample  17.5k rows (3.01 MB)  stale 1:25% 2:75% of 2  AUC 0.7497  log-loss 0.5763"
     )
+    line["embedding"]["staleness"] = {"2": 4}
+    assert "  stale 2 of 2  " in progress_text(line)
     assert progress_text({"num_tokens": 5}) == ""
 
 
