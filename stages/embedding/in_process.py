@@ -257,8 +257,10 @@ class Embeddings(nn.Module):
         `folder` is one of `save`, or a checkpoint of a click run. A checkpoint that is refused
         leaves everything as it was.
         """
-        saved = shard_folders.saved_shards(Path(folder))
         num = len(self.shards) if shards is None else shards
+        if num < 1:
+            raise ValueError(f"shards is {num}; rows need at least 1 to live on")
+        saved = shard_folders.saved_shards(Path(folder))
         return self._become(lambda: (one.read() for one in saved), num)
 
     def export(self, folder: str | Path, *, full: bool = False) -> list[Increment]:

@@ -55,6 +55,8 @@ class ChunkPrune:
             raise ValueError(f"prune.ratio is a share of bytes in [0, 1), got {self.ratio}")
         if self.every < 1 or self.warmup < 0:
             raise ValueError(f"prune.every is {self.every} and warmup {self.warmup}; at least 1, 0")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"prune.decay is in (0, 1], got {self.decay}")
         if not 0 <= self.taper <= 8:
             raise ValueError(f"prune.taper is an exponent from 0 to 8, got {self.taper}")
 
@@ -148,8 +150,20 @@ class Table:
     prune: ChunkPrune | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.features, str):
+            raise ValueError(
+                f"table {self.name!r}: features is a list of names, got {self.features!r}; write "
+                f"features=[{self.features!r}]"
+            )
         object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         self._check_pooling()
+        if self.dim < 1 or self.max_rows < 0:
+            raise ValueError(
+                f"table {self.name!r} has dim {self.dim} and max_rows {self.max_rows}; at least 1, "
+                "and 0 (no limit) or more"
+            )
+        if self.evict not in (None, "lru"):
+            raise ValueError(f'table {self.name!r}: evict is "lru" or None, got {self.evict!r}')
         if self.capacity is not None and nbytes_of(self.capacity) < 1:
             raise ValueError(f"table {self.name!r}: a capacity of {self.capacity} holds no row")
         if self.placement not in PLACEMENTS:

@@ -533,6 +533,18 @@ def test_a_checkpoint_that_is_refused_leaves_the_rows_as_they_were(
         assert left in (["user-00000"], ["user-00000-b"])
 
 
+def test_no_shards_at_all_are_refused(tmp_path: Path) -> None:
+    """They were taken, and every row read from then on was whatever lay in memory."""
+    ours = bag()
+    ours(torch.tensor([1, 2, 3]))
+    ours.save(tmp_path)
+    with pytest.raises(ValueError, match="shards is 0; rows need at least 1"):
+        ours.load(tmp_path, shards=0)
+
+    assert len(ours.shards) == 1
+    assert ours.load(tmp_path, shards=2) == 3
+
+
 def test_a_checkpoint_that_finds_no_room_leaves_the_rows_as_they_were(tmp_path: Path) -> None:
     large = bag()
     trained(large, torch.arange(1000))

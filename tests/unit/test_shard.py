@@ -424,3 +424,22 @@ def test_tables_are_refused_with_reasons() -> None:
         )
     with pytest.raises(ValueError, match="share of bytes"):
         ChunkPrune(ratio=1.0)
+    with pytest.raises(ValueError, match=r"decay is in \(0, 1\], got 0"):
+        ChunkPrune(ratio=0.5, decay=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"features": "user_id"}, r"write features=\['user_id'\]"),  # not u, s, e, r, ...
+        ({"dim": 0}, "dim 0"),
+        ({"max_rows": -1}, "max_rows -1"),
+        ({"evict": "lfu"}, "\"lru\" or None, got 'lfu'"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_where_it_is_written(
+    options: dict[str, Any], words: str
+) -> None:
+    """Not in an actor, by an error of Ray's."""
+    with pytest.raises(ValueError, match=words):
+        Table(**{"name": "user", "dim": 4, **options})
