@@ -162,3 +162,51 @@ def test_killed_in_every_arm_and_resumed_it_ends_with_the_same_bits(
             assert (numbers["evictions"] > 0) == ("codec.memory_cap" in GROUPS[group])
             assert (numbers["spilled_bytes"] > 0) == ("codec.spill_ram" in GROUPS[group])
     shutil.rmtree(tmp_path)
+
+
+CLICKS = {
+    "task": "ctr",
+    "steps": STEPS,
+    "checkpoint.every": STOP,
+    "data.num_samples": 3000,
+    "pipeline.micro_batch_size": 64,
+    "network.bandwidth_bps": "unlimited",
+    "embedding.staleness": "0",
+    "embedding.capacity": "64MiB",
+    "embedding.dim": 32,
+    "embedding.prune": 0.3,
+}
+"""Two arms, fp32 and scaled halves on the wire; both are scored after 21 steps, and prune."""
+
+OF_CLICKS = (
+    "auc", "log_loss", "rows", "row_bytes", "staleness_histogram", "prunes", "lost_pushes",
+)  # fmt: skip
+
+
+def test_a_click_run_killed_in_every_arm_and_resumed_ends_with_the_same_bits(
+    processes: Any, tmp_path: Path
+) -> None:
+    """Of the dense network and of the rows; boxes do not hold rows, so the checkpoint serves."""
+    whole = run(RunConfig.from_dict({**CLICKS, "out": str(tmp_path), "name": "whole"}), Silent())
+    address = ray.get_runtime_context().gcs_address
+    chain = {**CLICKS, "out": str(tmp_path), "name": "chain", "checkpoint.resume": "auto"}
+    for _ in ("fp32", "sync"):
+        own = RunConfig.from_dict({**chain, "address": address})
+        process = processes.Process(target=drive, args=(own.to_dict(), str(tmp_path / "chain")))
+        process.start()
+        process.join(300)
+        assert process.exitcode == -signal.SIGKILL
+    again = run(RunConfig.from_dict(chain), Silent())
+
+    assert again.results["resumed"] == {"fp32": STEPS, "sync": STOP}
+    for ours, theirs in zip(again.results["arms"], whole.results["arms"], strict=True):
+        assert [one[1:] for one in ours["losses"]] == [one[1:] for one in theirs["losses"]]
+        evaluations = [[one[1:] for one in arm["evaluations"]] for arm in (ours, theirs)]
+        assert [step for step, _, _ in evaluations[0]] == [20, STEPS - 1]
+        assert evaluations[0] == evaluations[1]
+        assert [ours[key] for key in OF_CLICKS] == [theirs[key] for key in OF_CLICKS]
+        assert ours["prunes"] > 0
+        place = Path("checkpoints") / ours["name"] / f"checkpoint_{STEPS:06d}"
+        for stage in ("stage_0.safetensors", "stage_1.safetensors"):
+            one, other = (tmp_path / run / place / stage for run in ("chain", "whole"))
+            assert one.read_bytes() == other.read_bytes(), f"{ours['name']}: {stage}"
