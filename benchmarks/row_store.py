@@ -230,7 +230,7 @@ def main() -> int:
     result["gates"] = gates(result)
     result["resumes"] = store.stats()["resumes"]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    bench.write(args.out, result)
     print(json.dumps(result, indent=2))
     share = before["huge_bytes"] / max(1, before["used_bytes"])
     if share < MOSTLY_HUGE:
