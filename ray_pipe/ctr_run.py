@@ -123,8 +123,9 @@ class Clicked(Trained):
             "lost_versions": so_far("lost_versions", self._counted("lost_versions")),
             "refused_pushes": so_far("refused_pushes", self._counted("refused")),
             "replayed_pushes": so_far("replayed_pushes", totals.replayed),
-            "dropped_gradients": totals.dropped_rows,
-            "prunes": totals.prunes,
+            # Shards take these over with their rows; the others they count anew.
+            "dropped_gradients": totals.dropped_rows or before.get("dropped_gradients", 0),
+            "prunes": so_far("prunes", totals.prunes),
             "evicted_rows": so_far("evicted_rows", totals.evictions),
             "spilled_rows": totals.spilled_rows or before.get("spilled_rows", 0),
             "recalled_rows": so_far("recalled_rows", totals.recalled),
