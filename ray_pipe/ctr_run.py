@@ -125,7 +125,7 @@ class Clicked(Trained):
             "replayed_pushes": so_far("replayed_pushes", totals.replayed),
             # Shards take these over with their rows; the others they count anew.
             "dropped_gradients": totals.dropped_rows or before.get("dropped_gradients", 0),
-            "prunes": so_far("prunes", totals.prunes),
+            "prunes": totals.prunes or before.get("prunes", 0),
             "evicted_rows": so_far("evicted_rows", totals.evictions),
             "spilled_rows": totals.spilled_rows or before.get("spilled_rows", 0),
             "recalled_rows": so_far("recalled_rows", totals.recalled),

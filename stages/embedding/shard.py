@@ -386,7 +386,7 @@ class Shard:
             "repeated": counts.repeated,
             "replayed": counts.replayed,
             "dropped_rows": counts.dropped_rows,
-            "prunes": len(self.cuts),
+            "prunes": sum(part["epoch"] for part in tables.values()),  # go on after a load
             "hit_rate": {name: part["hit_rate"] for name, part in tables.items()},
             "evictions": sum(part["evictions"] for part in tables.values()),
             "spilled_rows": sum(part["spilled_rows"] for part in tables.values()),

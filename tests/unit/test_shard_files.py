@@ -106,6 +106,7 @@ def test_prunes_within_the_hundred_steps_are_the_same_to_the_bit_on_as_many_shar
     train(after, 10, 100)
 
     assert [len(shard.cuts) for shard in after] == [5] * 2
+    assert [one.stats()["prunes"] for one in after] == [one.stats()["prunes"] for one in before]
     assert rows_of(after) == rows_of(before)
 
 
