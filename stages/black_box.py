@@ -137,6 +137,7 @@ class BlackBox:
         os.pwrite(fd, head + struct.pack("<I", crc32(head)), 0)
         self._positions[image.step] = position
         self._log.drop_before(min(p.number for p in self._positions.values()))
+        self._tell("kept", image.step)
 
     def trial_s(self, image: Image) -> float:
         """CPU seconds that writing such an image takes here, tried in a box beside this one."""

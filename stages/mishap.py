@@ -7,7 +7,7 @@ action of the same step in every run. A spec without them costs nothing.
     F2, B2    before the forward or backward pass     send F2, send B2   before encoding
     norm      before the norm is computed             prepared           the norms are sent
     update    before the weights change               commit             before rows are permanent
-    committed after both                              box rows, box arrays, box mark
+    committed after both                              box rows, box arrays, box mark, box kept
 """
 
 from __future__ import annotations

@@ -308,8 +308,10 @@ def test_without_a_spare_a_new_process_takes_the_place(cluster: None, stage: int
     assert (failure.replaced, failure.spares) == ((stage,), ())
 
 
-def test_the_refs_transport_comes_back_too(pool: Pool) -> None:
-    ended = pool.check("kill with refs", transport="refs", mishaps=[(1, at("update"))])
+@pytest.mark.parametrize("point", ["update", "committed", "box kept"])
+def test_the_refs_transport_comes_back_too(pool: Pool, point: str) -> None:
+    """At `box kept` the step is done and kept, and the driver has not heard of it."""
+    ended = pool.check(f"kill with refs at {point}", transport="refs", mishaps=[(1, at(point))])
 
     assert [failure.stage for failure in ended.failures] == [1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,11 +15,12 @@ from test_deadlines import fed
 from netsim.topology import Topology
 from ray_pipe import pipeline as module
 from ray_pipe import pulse
-from ray_pipe.calls import CallsFailed
+from ray_pipe.calls import CallsFailed, Item
 from ray_pipe.errors import TrainingError
 from ray_pipe.failures import Silent
 from ray_pipe.pipeline import Pipeline
 from ray_pipe.recovery import Failure
+from ray_pipe.refs_pipeline import RefsPipeline
 from stages.record import StepRecord
 
 
@@ -83,6 +84,18 @@ def test_stages_that_live_but_never_answer_are_named_after_the_patience_has_run_
     text = str(failed.value.errors[0])
     assert text.startswith("stages [0, 2] did not answer for 200 s in step 5")
     assert answers.now == 200.0  # twenty deadlines of ten seconds
+
+
+def test_a_step_that_black_boxes_had_the_records_of_is_not_run_again_with_refs() -> None:
+    """Its last stage died with the step kept, before it could tell: all stages are after it."""
+    made = RefsPipeline.__new__(RefsPipeline)
+    made.handles = [None, None]
+    made.on_sent = None
+    item = Item(plan=cast(Any, SimpleNamespace(step=5)), results=cast(Any, {0: "a", 1: "b"}))
+
+    made.finish(item)  # else it would call the stages, which are none
+
+    assert item.results == {0: "a", 1: "b"}
 
 
 def test_the_patience_is_a_minute_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
