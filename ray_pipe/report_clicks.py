@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray_pipe.ctr_table import BASELINE, verdict
+from ray_pipe.report_arms import Number, arms_tables
 from ray_pipe.report_charts import Bar, bar_chart
-from ray_pipe.report_curves import colors, label
+from ray_pipe.report_curves import label
 from ray_pipe.report_markup import (
     MISSING,
     Markup,
@@ -62,50 +63,37 @@ def cards(results: Mapping[str, Any]) -> Markup:
 def clicks_section(results: Mapping[str, Any]) -> Markup:
     """All arms side by side."""
     arms = list(results.get("arms") or [])
-    color = colors(arms)
-    columns: list[tuple[str, str, Any]] = [
-        ("AUC", "auc", loss),
-        ("best reachable", "best_auc", loss),
-        ("log-loss", "log_loss", loss),
-        ("samples/s", "samples_per_s", three),
-        ("speed-up", "speedup_samples", ratio),
-        ("step time", "step_s", seconds),
-        ("bytes per sample", "bytes_per_sample", size),
-        ("rows", "rows", lambda value: f"{value:,}" if value is not None else MISSING),
-        ("rows’ memory", "row_bytes", size),
-        ("shards’ processes", "resident_bytes", size),
-        ("bound (tau)", "tau", lambda value: MISSING if value is None else str(value)),
-        ("oldest row", "staleness_max", lambda value: MISSING if value is None else str(value)),
+    of_rows = [
+        Number("rows", "rows", lambda value: MISSING if value is None else f"{value:,}"),
+        Number("rows’ memory", "row_bytes", size),
+        Number("shards’ processes", "resident_bytes", size),
+        Number("bound (tau)", "tau", _whole),
+        Number("oldest row", "staleness_max", _whole),
     ]
     for name, key in (("lost pushes", "lost_pushes"), ("unsent pushes", "unsent_pushes")):
         if any(arm.get(key) for arm in arms):
-            columns.append((name, key, lambda value: MISSING if value is None else str(value)))
-    head = tag("tr", *(tag("th", name, scope="col") for name in ("arm", *(c[0] for c in columns))))
-    lines = [
-        tag(
-            "tr",
-            tag(
-                "th",
-                tag("span", class_="dot", style=f"background:var({color[str(arm['name'])]})"),
-                label(arm),
-                scope="row",
-            ),
-            *(tag("td", data(arm.get(key), form(arm.get(key)))) for _, key, form in columns),
-        )
-        for arm in arms
+            of_rows.append(Number(name, key, _whole))
+    of_all = [
+        Number("AUC", "auc", loss),
+        Number("best reachable", "best_auc", loss),
+        Number("log-loss", "log_loss", loss),
+        Number("samples/s", "samples_per_s", three),
+        Number("speed-up", "speedup_samples", ratio),
+        Number("step time", "step_s", seconds),
+        Number("bytes per sample", "bytes_per_sample", size),
     ]
     what = (results.get("clicks") or {}).get("text", "")
     return section(
         "The click model",
-        tag(
-            "div",
-            tag("table", tag("thead", head), tag("tbody", *lines), class_="arms"),
-            class_="scroll",
-        ),
+        arms_tables(arms, [("Quality and speed", of_all), ("Embedding rows", of_rows)]),
         _evaluations(arms),
         explain=f"{what}. fp32 is fully synchronous: rows and gradients in fp32, nothing pulled "
         "ahead. Best reachable: what the planted truth scores on the same held-out clicks.",
     )
+
+
+def _whole(value: int | None) -> str:
+    return MISSING if value is None else str(value)
 
 
 def _evaluations(arms: Sequence[Arm]) -> Markup:

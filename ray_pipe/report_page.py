@@ -87,7 +87,9 @@ vertical-align:bottom;white-space:normal}
 th:first-child{text-align:left}
 tbody tr:last-child>*{border-bottom:0}
 tbody th{font-weight:620}
-.arms tr.best>*{background:color-mix(in srgb,var(--accent) 9%,transparent)}
+.arms .best{background:color-mix(in srgb,var(--accent) 9%,transparent)}
+.arms thead th{color:var(--ink)}
+.arms tbody th{font-weight:500;color:var(--muted)}
 .settings td{text-align:left;white-space:normal;overflow-wrap:anywhere}
 .settings th{font-weight:500;color:var(--muted)}
 .dot{display:inline-block;width:.72em;height:.72em;border-radius:50%;margin-right:.5em}

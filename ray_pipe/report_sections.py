@@ -9,8 +9,9 @@ from typing import Any
 from ray_pipe import report_gantt
 from ray_pipe.arms import REFERENCE
 from ray_pipe.ledger import link_table
+from ray_pipe.report_arms import Number, arms_tables
 from ray_pipe.report_charts import Bar, bar_chart, legend
-from ray_pipe.report_curves import colors, label
+from ray_pipe.report_curves import label
 from ray_pipe.report_markup import (
     MISSING,
     Markup,
@@ -36,56 +37,45 @@ Arm = Mapping[str, Any]
 SHOWN_EVENTS = 50
 _COMPARISONS = ("loss_gap", "speedup", "time_to_target_s", "time_to_target_speedup")
 
+ARM_NUMBERS: tuple[tuple[str, tuple[Number, ...]], ...] = (
+    (
+        "Loss and speed",
+        (
+            Number("final loss", "final_loss", loss),
+            Number("gap to fp32", "loss_gap", lambda value: loss(value, sign=True)),
+            Number("held-out loss", "eval_loss", loss),
+            Number("tokens/s", "tokens_per_s", three),
+            Number("step time", "step_s", seconds),
+            Number("step speed-up", "speedup", ratio),
+            Number("time to fp32’s loss", "time_to_target_s", seconds),
+            Number("sooner by", "time_to_target_speedup", ratio),
+        ),
+    ),
+    (
+        "Bytes, what the links allow, what was predicted",
+        (
+            Number("bytes per step", "bytes_per_step", size),
+            Number("link : compute", "link_compute_ratio", three),
+            Number("possible speed-up", "speedup_limit", ratio),
+            Number("predicted step", "predicted_step_s", seconds),
+            Number("off by", "prediction_error", lambda value: percent(value, sign=True)),
+            Number("wall time", "wall_s", seconds),
+            Number("steps", "steps", lambda value: MISSING if value is None else f"{value:,}"),
+        ),
+    ),
+)
+
 
 def arm_table(arms: Sequence[Arm], *, best: str | None) -> Markup:
     """All arms side by side."""
-    color = colors(arms)
-    columns: list[tuple[str, str, Any]] = [
-        ("final loss", "final_loss", loss),
-        ("gap to fp32", "loss_gap", lambda value: loss(value, sign=True)),
-        ("held-out loss", "eval_loss", loss),
-        ("tokens/s", "tokens_per_s", three),
-        ("step time", "step_s", seconds),
-        ("bytes per step", "bytes_per_step", size),
-        ("step speed-up", "speedup", ratio),
-        ("time to fp32’s loss", "time_to_target_s", seconds),
-        ("sooner by", "time_to_target_speedup", ratio),
-        ("link : compute", "link_compute_ratio", three),
-        ("possible speed-up", "speedup_limit", ratio),
-        ("predicted step", "predicted_step_s", seconds),
-        ("off by", "prediction_error", lambda value: percent(value, sign=True)),
-        ("wall time", "wall_s", seconds),
-        ("steps", "steps", lambda value: f"{value:,}" if value is not None else MISSING),
-    ]
     compared = len(arms) > 1 and any(arm["name"] == REFERENCE for arm in arms)
-    shown = [
-        column
-        for column in columns
-        if any(arm.get(column[1]) is not None for arm in arms)
-        and (compared or column[1] not in _COMPARISONS)
-    ]
-    head = tag("tr", *(tag("th", c[0], scope="col") for c in [("arm", "", None), *shown]))
-    lines = [
-        tag(
-            "tr",
-            tag(
-                "th",
-                tag("span", class_="dot", style=f"background:var({color[str(arm['name'])]})"),
-                label(arm),
-                scope="row",
-            ),
-            *(tag("td", data(arm.get(key), form(arm.get(key)))) for _, key, form in shown),
-            class_="best" if arm["name"] == best else None,
-        )
-        for arm in arms
+    halves = [
+        (title, [one for one in numbers if compared or one.key not in _COMPARISONS])
+        for title, numbers in ARM_NUMBERS
     ]
     return section(
         "The arms" if len(arms) > 1 else "The arm",
-        tag(
-            "div",
-            tag("table", tag("thead", head), tag("tbody", *lines), class_="arms"),
-            class_="scroll",
-        ),
+        arms_tables(arms, halves, best=best),
         explain=""
         if len(arms) < 2
         else "Same seed, same order, same batches; only what crosses the links differs. Time to "

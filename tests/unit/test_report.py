@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard_rig import find_chromium
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_records import make_arm, make_step
@@ -265,6 +266,42 @@ def test_the_slow_twin_is_named_when_the_native_core_was_missing(run: Run) -> No
     page = Page(render_report({**run[0], "native": False}))
 
     assert "no: the slow twin was used" in page.text
+
+
+def test_no_table_is_wider_than_the_page(tmp_path: Path) -> None:
+    """With all its numbers (--eval has one more), in a browser as wide as a laptop or a tablet."""
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("no chromium on the path")
+    results, rows, steps = make_run()
+    more = {"eval_loss": 2.4321, "link_compute_ratio": 12.3, "speedup_limit": 12.34}
+    more |= {"wall_s": 4321.0, "time_to_target_s": 3456.0}
+    arms = [{**arm, **more} for arm in results["arms"]]
+    text = render_report({**results, "arms": arms}, rows=rows, steps=steps)
+    look = (
+        "<script>document.title='wide: '+[...document.querySelectorAll('main,section,.scroll')]"
+        ".filter(e=>e.scrollWidth>e.clientWidth).map(e=>e.tagName+e.scrollWidth).join()"
+        "+' at '+innerWidth</script>"
+    )
+    (tmp_path / "report.html").write_text(text.replace("</body>", f"{look}</body>"))
+
+    for width in (1200, 800):
+        seen = subprocess.run(
+            [
+                chromium,
+                *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+                *("--disable-background-networking", "--disable-dev-shm-usage"),
+                f"--user-data-dir={tmp_path / 'profile'}",
+                f"--window-size={width},2000",
+                "--dump-dom",
+                f"file://{tmp_path / 'report.html'}",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        assert f"<title>wide:  at {width}</title>" in seen.stdout
 
 
 # --- any run ------------------------------------------------------------------------------------
