@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ray_pipe.errors import ConfigError, RayPipeError, nearest
 from ray_pipe.flags import FlagParser
+from ray_pipe.streams import let_go
 
 if TYPE_CHECKING:
     from ray_pipe.doctor_reports import Checkup
@@ -121,9 +122,21 @@ def parse_flags(words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--topology-out needs every link: leave out --quick and --neighbours.")
     if args.topology_out and args.address is None:
         raise ConfigError("--topology-out: one machine has no links; give --address.")
-    if args.topology_out and not Path(args.topology_out).absolute().parent.is_dir():
-        raise ConfigError(f"--topology-out {args.topology_out}: there is no such folder.")
+    if args.topology_out:
+        _check_file(Path(args.topology_out).expanduser())
+        args.topology_out = os.path.expanduser(args.topology_out)
     return args
+
+
+def _check_file(path: Path) -> None:
+    """Before minutes of measuring: what cannot be written would be lost with all findings."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--topology-out {path}: there is no such folder.")
+    if path.is_dir():
+        raise ConfigError(f"--topology-out {path}: is a folder; name a file in it.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--topology-out {path}: cannot be written by this account.")
 
 
 def main(
@@ -143,8 +156,14 @@ def main(
     except SystemExit as asked:  # --help
         return int(asked.code or 0)
     except KeyboardInterrupt:
-        err.write("stopped\n")
+        for stream in (out, err):
+            let_go(stream)
+        with contextlib.suppress(OSError):
+            err.write("stopped\n")
         return STOPPED
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        let_go(out)
+        return FAULTS
     except (RayPipeError, OSError) as error:  # a disk that takes no topology file, too
         if "--debug" in words:
             err.write("".join(traceback.format_exception(error)))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from netsim.units import show_bandwidth, show_size
 from ray_pipe.doctor_reports import PACKAGES, Checkup, Finding, LinkReport, NodeReport, Verdict
-from ray_pipe.progress import plain_console
+from ray_pipe.progress import Terminal, plain_console
 from ray_pipe.results_table import show_clock, show_seconds
 
 MAX_MATRIX = 8
@@ -105,7 +105,7 @@ class Watching:
 
 def make_console(stream: TextIO) -> Console:
     """A terminal if it is one, else plain text."""
-    console = Console(file=stream, highlight=False, markup=False)
+    console = Terminal(file=stream, highlight=False, markup=False)
     if console.is_terminal and not console.is_dumb_terminal:
         return console
     return plain_console(stream)

@@ -153,6 +153,9 @@ class Progress:
         self._start_s = clock()
         self._warned: set[str] = set()
         self._shown = False
+        self.is_stopping = False
+        """The run ends, and whoever has read us may be gone (`| tee` at Ctrl-C, `| head`): what is
+        left to do is done all the same, and not shown."""
 
     def __enter__(self) -> Progress:
         return self
@@ -167,7 +170,7 @@ class Progress:
         self.state.plan = plan
         text = str(plan.get("text", ""))
         if text:
-            self.console.print(Text(text, style="bold"))
+            self._print(Text(text, style="bold"))
 
     def on_phase(self, text: str) -> None:
         raise NotImplementedError
@@ -184,19 +187,27 @@ class Progress:
             self.state.arms[-1].ended = True
 
     def on_note(self, text: str) -> None:
-        self.console.print(Text(text, style="cyan"), soft_wrap=True)
+        self._print(Text(text, style="cyan"), soft_wrap=True)
 
     def on_warning(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             line = Text.assemble(("warning: ", "bold yellow"), text)
-            self.console.print(line, soft_wrap=True)
+            self._print(line, soft_wrap=True)
 
     def on_end(self, results: Mapping[str, Any], path: str | Path | None) -> None:
         if not self._shown:
             self._shown = True
             self.close()
             show_results(self.console, results, path)
+
+    def _print(self, text: Text, *, soft_wrap: bool = False) -> None:
+        try:
+            self.console.print(text, soft_wrap=soft_wrap)
+        except (OSError, RuntimeError):  # the latter: a signal has struck amid a print
+            if not self.is_stopping:
+                self.is_stopping = True
+                raise
 
 
 class PlainProgress(Progress):
@@ -237,7 +248,7 @@ class PlainProgress(Progress):
 
     def _line(self, text: str) -> None:
         elapsed = self._clock() - self._start_s
-        self.console.print(Text(f"[{elapsed:6.1f} s] {text}"), soft_wrap=True)
+        self._print(Text(f"[{elapsed:6.1f} s] {text}"), soft_wrap=True)
 
 
 class LiveProgress(Progress):
@@ -294,9 +305,17 @@ class LiveProgress(Progress):
         return Group(bars, status) if self.state.arms else status
 
 
+class Terminal(Console):
+    """A console that leaves to us what becomes of a run that nobody reads."""
+
+    def on_broken_pipe(self) -> None:
+        """Pass the error on; rich would end the process here, wherever it is."""
+        raise
+
+
 def make_progress(stream: TextIO) -> Progress:
     """The display that fits the stream."""
-    console = Console(file=stream, highlight=False, markup=False)
+    console = Terminal(file=stream, highlight=False, markup=False)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(console)
     return PlainProgress(plain_console(stream))
@@ -304,7 +323,7 @@ def make_progress(stream: TextIO) -> Progress:
 
 def plain_console(stream: TextIO) -> Console:
     """Text only, as wide as the table needs."""
-    return Console(
+    return Terminal(
         file=stream,
         width=PLAIN_WIDTH,
         force_terminal=False,

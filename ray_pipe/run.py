@@ -25,6 +25,7 @@ from ray_pipe.errors import ConfigError, RayPipeError, Terminated, lost_checkpoi
 from ray_pipe.flags import build_config, parse_flags, with_flag
 from ray_pipe.metrics import to_json
 from ray_pipe.settings_file import show_settings
+from ray_pipe.streams import let_go
 
 if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
@@ -70,14 +71,16 @@ def main(
     except SystemExit as asked:  # --help and --version
         return int(asked.code or 0)
     except KeyboardInterrupt:
-        err.write("stopped\n")
+        for stream in (out, err):
+            let_go(stream)
+        with contextlib.suppress(OSError):
+            err.write("stopped\n")
         return STOPPED
     except ConfigError as error:
         _show_error(error, err, debug=debug, words=words)
         return REFUSED
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        let_go(out)
         return FAILED
     except Exception as error:
         _show_error(error, err, debug=debug)
@@ -142,9 +145,10 @@ def stop_on_signals(
             err.write("stopped at once\n")
             err.flush()
             leave(STOPPED)
-        if asked is None:
+        is_first, asked, is_lost = asked is None, number, False
+        if is_first:
+            progress.is_stopping = True
             progress.on_phase("stopping ... (Ctrl-C again to stop at once)")
-        asked, is_lost = number, False
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def on_dropped(dropped: sys.UnraisableHookArgs) -> None:

@@ -137,6 +137,10 @@ def test_with_faults_no_links_are_written(tmp_path: Path) -> None:
             ["--topology-out", "/no/such/x.yaml", "--address", "h:1"],
             "--topology-out /no/such/x.yaml: there is no such folder.",
         ),
+        (
+            ["--topology-out", "/tmp", "--address", "h:1"],
+            "--topology-out /tmp: is a folder; name a file in it.",
+        ),
     ],
 )
 def test_a_bad_flag_is_refused_before_anything_is_looked_at(words: list[str], message: str) -> None:

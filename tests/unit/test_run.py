@@ -177,7 +177,6 @@ DEFAULTS = {
     "--epochs": "8",
     "--lr": "1e-3",
     "--seed": "0",
-    "--keep-checkpoints": "3",
     "--compare": "fp32,directq,acsgd",
     "--fw-bits": "4",
     "--bw-bits": "4",
@@ -519,6 +518,57 @@ def test_the_first_signal_stops_cleanly_and_the_second_at_once(number: signal.Si
     assert left.value.args == (130,)
     assert err.getvalue() == "stopped at once\n"
     assert signal.getsignal(number) is before
+
+
+class Pipe(io.StringIO):
+    """Whoever reads it may be gone, as `tee` is after the same Ctrl-C."""
+
+    is_broken = False
+
+    def write(self, text: str) -> int:
+        if self.is_broken:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_reader_that_ends_at_the_same_ctrl_c_costs_nothing() -> None:
+    done = []
+    pipe, err = Pipe(), io.StringIO()
+
+    def driver(config: RunConfig, observer: Observer) -> Result:
+        pipe.is_broken = True
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            observer.on_note("what was done until then is in runs/x")
+            observer.on_warning("something else")
+            done.append("report")
+        return Result(RESULTS)
+
+    code = main([], driver=driver, stdout=pipe, stderr=err)
+
+    assert (code, done) == (130, ["report"])
+    assert err.getvalue() == "stopped\n"
+
+
+def test_a_reader_that_goes_ends_the_run_and_loses_no_report() -> None:
+    """As `head` does: the first line that cannot be shown ends it, the others do not matter."""
+    done = []
+    pipe, err = Pipe(), io.StringIO()
+
+    def driver(config: RunConfig, observer: Observer) -> Result:
+        pipe.is_broken = True
+        try:
+            observer.on_phase("starting Ray")
+            done.append("trained")
+        finally:
+            observer.on_note("what was done until then is in runs/x")
+            done.append("report")
+        return Result(RESULTS)
+
+    code = main([], driver=driver, stdout=pipe, stderr=err)
+
+    assert (code, done, err.getvalue()) == (1, ["report"], "")
 
 
 class StruckWhileCollected:
