@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -53,6 +54,8 @@ def connect(
     only if `dashboard` asks for it. `job_name` is the run's name in the dashboard's list of jobs.
     """
     if ray.is_initialized():
+        if address not in (None, "auto"):
+            _refuse_another(address, ray.get_runtime_context().gcs_address)
         yield None
         return
     existing = address or os.environ.get("RAY_ADDRESS")
@@ -89,6 +92,22 @@ def connect(
         yield f"http://{context.dashboard_url}" if context.dashboard_url else None
     finally:
         ray.shutdown()
+
+
+def _refuse_another(asked: str, here: str) -> None:
+    """A process has one Ray: whoever asks for another one would train on this, unnoticed."""
+
+    def place(address: str) -> tuple[str, str]:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError):
+            host = socket.gethostbyname(host)
+        return host, port
+
+    if place(asked) != place(here):
+        raise ClusterError(
+            f"--address {asked}: this process is connected to the Ray at {here} already; leave the "
+            "address out to train there, or call ray.shutdown() first"
+        )
 
 
 def start_ray(options: dict[str, Any], *, tries: int) -> Any:

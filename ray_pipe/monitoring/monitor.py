@@ -68,7 +68,8 @@ class Monitor:
         if row.loss is not None:
             parts.append(f"loss {row.loss:.4f}")
         if row.tokens_per_s is not None:
-            parts.append(f"{show_amount(row.tokens_per_s)} tokens/s")
+            unit = "samples" if row.embedding else "tokens"  # of a click model they are samples
+            parts.append(f"{show_amount(row.tokens_per_s)} {unit}/s")
         self._show(", ".join([*parts, self._place]))
 
     def on_eval(self, loss: float | None) -> None:

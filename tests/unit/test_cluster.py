@@ -70,6 +70,18 @@ def test_the_callers_ray_is_used_and_left_as_it_was(monkeypatch: pytest.MonkeyPa
     assert fake.options == {}
 
 
+def test_another_ray_than_the_callers_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = start(monkeypatch, FakeRay())
+    fake.is_up = True
+    fake.get_runtime_context = lambda: SimpleNamespace(gcs_address="127.0.0.1:6379")
+
+    with pytest.raises(ClusterError, match=r"--address 10\.0\.0\.1:6379: this process is con"):
+        cluster.connect("10.0.0.1:6379").__enter__()
+    for same in ("127.0.0.1:6379", "localhost:6379", "auto", None):
+        with cluster.connect(same) as url:
+            assert url is None
+
+
 def test_the_user_is_told_where_the_dashboard_is_or_why_there_is_none() -> None:
     assert cluster.show_dashboard("http://head:8265").startswith("dashboard: http://head:8265 (")
     assert "no dashboard" in cluster.show_dashboard(None)

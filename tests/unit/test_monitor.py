@@ -68,6 +68,18 @@ def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
     ]
 
 
+def test_the_rate_of_a_click_model_is_in_samples() -> None:
+    told = Told()
+    records = make_step(step=6, start_s=0.0, loss=0.5)
+    clicks = {"tau": 2, "staleness": {}}
+    row = replace(ArmMeter("hybrid").add(records), step_s=0.128, embedding=clicks)
+    told.monitor.on_arm("hybrid", 1, 2, 40, None)
+
+    told.monitor.on_step(row, records)
+
+    assert told.lines[-1] == "hybrid 7/40, loss 0.5000, 8.00k samples/s, arm 2 of 2"
+
+
 def test_failures_from_before_a_resume_are_not_counted_once_more() -> None:
     exported: list[str] = []
     failures = [Failure(kind="died", stage=1, step=3, cause="killed", arm="fp32", recovery_s=2.0)]
