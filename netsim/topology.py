@@ -123,7 +123,7 @@ class Topology:
         """Read a topology file; errors name the file and the place in it."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-            data = yaml.load(text, Loader=_StrictLoader)
+            data = yaml.load(text, Loader=StrictLoader)
         except OSError as error:
             raise TopologyError(f"topology file {path}: cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -215,15 +215,20 @@ class Topology:
             raise TopologyError(f"link {source}->{target} joins node {source} to itself")
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Refuses a key given twice, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []  # as written: what `<<` brings may be written over
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                problem = f"key {key!r} is given twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen.append(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} is given twice{node.start_mark}")
         return mapping
 
 

@@ -164,6 +164,8 @@ def _split(what: str, text: object, expected: str) -> tuple[Decimal, str]:
     if match is None:
         raise _refusal(what, text, expected, None)
     number, unit = match.groups()
+    if unit.startswith(","):
+        raise _refusal(what, text, f"{expected}, with a point for decimals", None)
     if math.isinf(float(number)):
         raise _refusal(what, text, f"a finite number, {expected}", None)
     return Decimal(number), unit

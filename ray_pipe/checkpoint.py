@@ -47,8 +47,9 @@ MAX_PENDING = 2
 """Copies of the state that may wait to be written; a third waits for the first."""
 
 
-AUTOMATIC_KEEP = 1
-"""Checkpoints of an arm that are kept where nobody asked for any."""
+KEEP, AUTOMATIC_KEEP = 3, 1
+"""Checkpoints of an arm that are kept where nobody said how many: of those that were asked for, and
+of those that were not."""
 
 
 class Pace:
@@ -149,7 +150,8 @@ class Saver:
         """Whether stages see the same folder; None while nobody could write to it."""
 
         self._pace = pace
-        self._keep = arm.config.checkpoint.keep if pace is None else AUTOMATIC_KEEP
+        usual = KEEP if pace is None else AUTOMATIC_KEEP
+        self._keep = arm.config.checkpoint.keep or usual
         try:
             self._shared = self._probe() if pace is None else None
         except StorageError as error:

@@ -36,9 +36,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     check_topology(config)
     check_data_source(config.data.source)
     check_folder(config.out, flag="--out")
-    saves = config.checkpoint
-    if saves.every is not None and saves.dir is not None and "://" not in saves.dir:
-        check_folder(saves.dir, flag="--checkpoint-dir")
+    check_saves(config)
     if config.codec.spill_dir is not None and remembers(config):
         check_folder(config.codec.spill_dir, flag="--set codec.spill_dir")
     if config.codec.spill_dir is None and config.codec.spill_ram != type(config.codec)().spill_ram:
@@ -50,6 +48,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
         *check_quality(config),
         *_single_pass(config),
         *_reference_last(config),
+        *_no_links(config),
         *check_lasting(config.out),
     ]
 
@@ -189,6 +188,33 @@ def check_folder(path: str, *, flag: str, may_write: Callable[[Path], bool] = _m
         )
 
 
+def check_saves(config: RunConfig) -> None:
+    """Somewhere to save to, if anything will be saved; no word on how, if nothing will."""
+    saves, usual = config.checkpoint, type(config.checkpoint)()
+    by_time = saves.automatic_s > 0 and config.sync.replicas == 1  # replicas meet to be saved
+    if saves.every is None and not by_time and saves.resume is None:
+        given = {"dir": saves.dir, "keep": saves.keep}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"checkpoint.{name} is {value}, but nothing will be saved; add "
+                    "--checkpoint-every 20, or leave it out."
+                )
+    if saves.automatic_s != usual.automatic_s and saves.resume is None:
+        if saves.every is not None:
+            raise ConfigError(
+                f"checkpoint.automatic_s is {saves.automatic_s:g}, but every {saves.every} steps "
+                "are saved, so it would not be used; keep one of the two."
+            )
+        if config.sync.replicas > 1 and saves.automatic_s:
+            raise ConfigError(
+                f"checkpoint.automatic_s is {saves.automatic_s:g}, but replicas are saved by steps "
+                "only; use --checkpoint-every instead."
+            )
+    if saves.dir is not None and "://" not in saves.dir and (saves.every or by_time):
+        check_folder(saves.dir, flag="--checkpoint-dir")
+
+
 def check_lasting(out: str) -> list[str]:
     """What is written must outlive the job: `--working-dir` is unpacked to a folder of Ray's own,
     another one after each change of a file."""
@@ -275,9 +301,14 @@ def check_corpus(config: RunConfig, num_samples: int, *, dataset: str = "") -> N
             "samples, or lower pipeline.micro_batches or pipeline.micro_batch_size."
         )
     context = config.model.size.context
+    kept_out = " to train on, without those that --eval keeps out" if config.eval else ""
+    more = "give more text"
+    if config.data.num_samples is not None or config.data.source == "pydoc":
+        enough = -(-10 * need // 9) if config.eval else need  # a tenth is held out
+        more = f"use more of it (--set data.num_samples={enough})"
     raise ConfigError(
-        f"--data {config.data.source}: makes {num_samples} samples of {context} tokens, but "
-        f"{step}; give more text, or lower --micro-batches, --micro-batch-size or model.context."
+        f"--data {config.data.source}: makes {num_samples} samples of {context} tokens{kept_out}, "
+        f"but {step}; {more}, or lower --micro-batches, --micro-batch-size or model.context."
     )
 
 
@@ -291,6 +322,19 @@ def _single_pass(config: RunConfig) -> list[str]:
     if not config.compare or config.compare == (config.codec.name,):
         raise ConfigError(text)
     return [text]
+
+
+def _no_links(config: RunConfig) -> list[str]:
+    """A pipeline of one stage sends nothing, so there is nothing to shape or to compress."""
+    is_compressed = config.codec.is_said and config.codec.name != "fp32"
+    asked = len(config.arms) > 1 or is_compressed or config.links_are_given
+    if config.pipeline.stages > 1 or config.sync.replicas > 1 or not asked:
+        return []
+    alike = ", and all arms train alike" if len(config.arms) > 1 else ""
+    return [
+        "--stages 1: one stage has no links, so nothing is sent, slowed down or compressed"
+        f"{alike}; use --stages 2 or more."
+    ]
 
 
 def _reference_last(config: RunConfig) -> list[str]:

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from netsim.units import show_bandwidth
 from ray_pipe import checks, settings_file
 from ray_pipe.checks import check_corpus, check_repeat_visits
 from ray_pipe.codec_names import canonical_codec
 from ray_pipe.ctr_section import CTR_DEFAULTS, EmbeddingConfig, check_task
 from ray_pipe.errors import ConfigError
 from ray_pipe.idle_options import check_losses
-from ray_pipe.options import UnsaidNames, UnsaidText, check_section, option, plain
+from ray_pipe.options import (
+    UnsaidNames,
+    UnsaidText,
+    check_section,
+    expand_home,
+    option,
+    plain,
+)
 from ray_pipe.row_memory import check_memory, check_memory_cap
 from ray_pipe.sections import (
     LINK_OPTIONS,
@@ -117,8 +124,7 @@ class RunConfig:
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
         check_section(self, prefix="")
-        # Of a submitted job no shell has done it: '~/runs' is quoted so that it is the head's.
-        object.__setattr__(self, "out", os.path.expanduser(self.out))
+        expand_home(self, "out")
         self._settle_arms()
         check_task(self)
         checks.check_arms(self)
@@ -159,8 +165,14 @@ class RunConfig:
         Between several nodes there is a real network; where no bandwidth was asked for, none is
         emulated on top of it. A latency, jitter or loss that was asked for is.
         """
-        if self.links_are_given or num_nodes < 2:
+        if self.links_are_given:
             return self, []
+        if num_nodes < 2:
+            return self, [
+                "all stages are on one node and no --bandwidth was given: links of "
+                f"{show_bandwidth(self.network.bandwidth_bps)} are emulated between them "
+                "(--bandwidth unlimited: none)."
+            ]
         network = dataclasses.replace(self.network, bandwidth_bps=math.inf)
         name = "" if self.name_is_generated else self.name
         asked = [f"{key} {value:g}" for key, value in self.network.said.items() if value]
@@ -232,8 +244,6 @@ class RunConfig:
 
 
 def _make_name(config: RunConfig) -> str:
-    from netsim.units import show_bandwidth
-
     if config.task == "ctr":
         arms = f"ctr-{config.embedding.staleness}"
         rate = "topology" if config.network.topology else None

@@ -232,6 +232,7 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
                     observer.on_arm_end(one.summary().as_dict() | one.numbers())
         finally:
             results = ctr_results(config, task, trained, failures) | checkpoints.results()
+            results["name"] = path.name
             write_all(path, results, trained, observer)
     observer.on_end(results, path)
     return Outcome(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_pipe.errors import ConfigError
-from ray_pipe.options import check_section, option
+from ray_pipe.options import check_section, expand_home, option
 
 if TYPE_CHECKING:
     from ray_pipe.config import RunConfig
@@ -93,6 +93,7 @@ class EmbeddingConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="embedding.")
+        expand_home(self, "spill", "rows")
         word = self.staleness.strip().lower()
         if word != AUTO and not (word.isdigit() and int(word) <= MAX_TAU):
             raise ConfigError(
@@ -158,9 +159,7 @@ def check_ctr(config: RunConfig) -> list[str]:
     elif embedding.columns is not None:
         raise ConfigError("--columns describes a file, but no file was given; add --data FILE.")
     checks.check_folder(config.out, flag="--out")
-    saves = config.checkpoint
-    if saves.every is not None and saves.dir is not None and "://" not in saves.dir:
-        checks.check_folder(saves.dir, flag="--checkpoint-dir")
+    checks.check_saves(config)
     if embedding.spill is not None:
         checks.check_folder(embedding.spill, flag="--spill")
     if config.network.topology is not None:

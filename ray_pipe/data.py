@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pydoc_data.topics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,15 +169,22 @@ def _stack(items: list[Tensor], fill: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=fill)
 
 
-def read_text(source: str) -> bytes:
-    """The corpus behind `--data`: `pydoc`, a UTF-8 file, or a folder of them."""
+def read_text(source: str, *, on_skip: Callable[[Path], None] = lambda path: None) -> bytes:
+    """The corpus behind `--data`: `pydoc`, a UTF-8 file, or a folder of them, of which those that
+    are something else are left out; `on_skip` is told each."""
     if source == "pydoc":
         topics = pydoc_data.topics.topics
         return "\n\n".join(topics[name] for name in sorted(topics)).encode()
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        texts = [text for file in files if (text := _read_utf8(file, skip_binary=True)) is not None]
+        texts = []
+        for file in files:
+            text = _read_utf8(file, skip_binary=True)
+            if text is None:
+                on_skip(file)
+            else:
+                texts.append(text)
         if not texts:
             raise DataError(
                 f"the folder {source} holds no UTF-8 text ({len(files)} files looked at)"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from netsim.units import show_bandwidth
+from netsim.units import show_bandwidth, show_duration
 from ray_pipe.arms import REFERENCE, ArmSummary, compare, time_to_target
 from ray_pipe.checkpoint_files import Checkpoint
 from ray_pipe.checkpointing import RunCheckpoints
@@ -85,7 +85,7 @@ def run(
     work = workload or gpt_workload(config)
     work.check_ties(config.pipeline.stages)
     check_corpus(config, work.num_train, dataset=work.dataset)
-    for text in check_repeat_visits(config, work.num_train):
+    for text in (*work.notes, *check_repeat_visits(config, work.num_train)):
         observer.on_warning(text)
     checkpoints = RunCheckpoints.find(
         config,
@@ -197,7 +197,7 @@ def run(
         finally:
             summaries = compare([one.summary() for one in trained if one.meter.rows])
             results = results_of(config, summaries, trained, failures, own=own)
-            results |= checkpoints.results()
+            results |= {"name": path.name} | checkpoints.results()
             write_all(path, results, trained, observer)
     taking_up.over(None, leaves_boxes=False)
     observer.on_end(results, path)
@@ -383,13 +383,15 @@ def _plan_of(config: RunConfig, own: Workload | None) -> dict[str, Any]:
     rate = show_bandwidth(config.network.bandwidth_bps) if shaped else config.network.topology
     if is_cluster(config.address) and not config.links_are_given:
         rate = "the cluster's"
+    late = f" with {show_duration(config.network.latency_s)} of latency"
     model = (
         f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context})"
     )
     if own is not None:
         model = f"{own.name} ({own.num_blocks} blocks)"
     text = (
-        f"{model} in {_how_many(config)} over {rate} links; {pipeline.micro_batches} "
+        f"{model} in {_how_many(config)} over {rate} links"
+        f"{late if shaped and config.network.latency_s else ''}; {pipeline.micro_batches} "
         f"micro-batches of {pipeline.micro_batch_size}, {pipeline.schedule}"
     )
     return {

@@ -242,7 +242,8 @@ def with_flag(text: str, words: Sequence[str]) -> str:
     for flags in GROUPS.values():
         for flag, (dotted, _) in flags.items():
             if flag in given and match[0] in (dotted, f"{dotted}_s", f"{dotted}_bps"):
-                return f"{flag}: {text}"
+                is_label = text.startswith(f"{match[0]}: ")  # said once is enough
+                return f"{flag}{text[len(match[0]) :]}" if is_label else f"{flag}: {text}"
     return text
 
 

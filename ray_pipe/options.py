@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import textwrap
 import types
 import typing
@@ -163,6 +164,15 @@ def check_section(section: Any, *, prefix: str) -> None:
             )
         if isinstance(value, int | float):
             _check_limits(label, value, field.metadata.get("limits", {}))
+
+
+def expand_home(section: Any, *names: str) -> None:
+    """`~` in options that are paths: behind `=`, in files and in submitted jobs no shell has done
+    it, and a folder of the name ~ would be made."""
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, str) and value.startswith("~"):
+            object.__setattr__(section, name, os.path.expanduser(value))
 
 
 def plain(value: Any) -> Any:

@@ -203,7 +203,7 @@ def _best(arms: list[Arm]) -> Arm | None:
 
 def _where(results: Mapping[str, Any]) -> str:
     """` at 100Mbps (link time is 2.1x compute time; the limit is a gain of 3.1x)`."""
-    from netsim.units import show_bandwidth
+    from netsim.units import show_bandwidth, show_duration
 
     network = results.get("config", {}).get("network", {})
     rate = network.get("bandwidth_bps")
@@ -211,9 +211,11 @@ def _where(results: Mapping[str, Any]) -> str:
     if network.get("topology"):
         place = " on this topology"
     elif rate == "unlimited":
-        place = " on unshaped links"
+        place = " at unlimited bandwidth" if network.get("latency_s") else " on unshaped links"
     elif (bps := number(rate)) is not None:
         place = f" at {show_bandwidth(bps)}"
+    if place and (latency_s := number(network.get("latency_s"))):
+        place += f" and {show_duration(latency_s)} of latency"
     limits = results.get("limits") or {}
     ratio, limit = number(limits.get("link_to_compute")), number(limits.get("max_speedup"))
     notes = []

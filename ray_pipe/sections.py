@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ray_pipe.codec_names import backward_codec, canonical_codec, has_memory
 from ray_pipe.errors import ConfigError, listed, nearest
 from ray_pipe.models.sizes import SIZES, ModelSize
-from ray_pipe.options import Unsaid, UnsaidText, check_section, option
+from ray_pipe.options import Unsaid, UnsaidText, check_section, expand_home, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +77,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="data.")
+        expand_home(self, "source")
 
 
 MAX_THREADS = 1024
@@ -189,6 +189,7 @@ class CodecConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="codec.")
+        expand_home(self, "spill_dir")
         if self.is_said:
             object.__setattr__(self, "name", canonical_codec(self.name))
         if self.first_visit_bits not in (*range(1, 9), 32):
@@ -262,6 +263,7 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="network.")
+        expand_home(self, "topology")
 
     @property
     def said(self) -> dict[str, float]:
@@ -291,10 +293,11 @@ class CheckpointConfig:
 
     automatic_s: float = option(300.0, low=0.0, below=math.inf, unit="duration")
     """Without `every`: save when so much time has passed, and from then on at the end of each arm;
-    a shorter run saves nothing. One checkpoint of each arm is kept. 0: never."""
+    a shorter run saves nothing. 0: never."""
 
-    keep: int = option(3, low=1)
-    """Checkpoints of each arm that are kept; the oldest goes once a new one was verified."""
+    keep: int | None = option(None, low=1)
+    """Checkpoints of each arm that are kept; the oldest goes once a new one was verified. Empty: 3,
+    or 1 where they are saved by time."""
 
     dir: str | None = None
     """Folder or URI (s3://bucket/run) of the checkpoints; empty: in the run's folder."""
@@ -305,8 +308,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="checkpoint.")
-        if self.resume is not None:
-            object.__setattr__(self, "resume", os.path.expanduser(self.resume))
+        expand_home(self, "dir", "resume")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,5 +382,6 @@ class FaultsConfig:
 
     def __post_init__(self) -> None:
         check_section(self, prefix="faults.")
+        expand_home(self, "black_box")
         if not self.black_box.strip():
             raise ConfigError("faults.black_box is empty; give a folder, auto, or off.")

@@ -33,6 +33,8 @@ def read_settings(path: str) -> dict[str, Any]:
     """The settings of a YAML file; refuses what cannot be read, with the place."""
     import yaml
 
+    from netsim.topology import StrictLoader  # late: it knows of no configuration
+
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -42,7 +44,7 @@ def read_settings(path: str) -> dict[str, Any]:
             f"--config {path}: is not UTF-8 text (byte {error.start}); save it as UTF-8 YAML."
         ) from None
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader=StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -180,7 +182,7 @@ def _resolve_batch_size(
         return rest  # refused with its own message when the section is built
     size, over = divmod(batch, parts)
     if over or size < 1:
-        below, above = batch - over, batch - over + parts
+        below, above = batch - over, max(batch - over + parts, parts)
         ways = f"{below} or {above}" if below > 0 else f"{above}"
         raise ConfigError(
             f"a batch of {batch} samples cannot be divided into {parts} micro-batches; "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ PYDOC_SAMPLES = 160
 PLAIN_LISTS = (nn.Sequential, nn.ModuleList)
 NAMED_CLASSES = 4
 """So many classes of blocks name a user's model."""
+
+NAMED_FILES = 3
 
 BlocksFn = Callable[[], Sequence[nn.Module]]
 
@@ -56,6 +59,9 @@ class Workload:
 
     num_held_out: int = 0
     """The last samples, kept out of training for `--eval`."""
+
+    notes: tuple[str, ...] = ()
+    """What the user should know of it."""
 
     outputs: tuple[int, ...] = ()
     """Values of one sample after each block of a user's own model, if that could be told."""
@@ -119,7 +125,8 @@ def gpt_workload(config: RunConfig) -> Workload:
         context=size.context,
         dropout=config.model.dropout,
     )
-    text = read_text(config.data.source)
+    skipped: list[Path] = []
+    text = read_text(config.data.source, on_skip=skipped.append)
     samples = TextSamples(text, context=size.context)
     count = config.data.num_samples
     if count is None and config.data.source == "pydoc":
@@ -134,6 +141,17 @@ def gpt_workload(config: RunConfig) -> Workload:
         samples=samples,
         num_held_out=held_out,
         name=config.model.name,
+        notes=(_left_out(config.data.source, skipped),) if skipped else (),
+    )
+
+
+def _left_out(source: str, skipped: Sequence[Path]) -> str:
+    names = [str(path.relative_to(source)) for path in skipped[:NAMED_FILES]]
+    more = ["…"] if len(skipped) > NAMED_FILES else []
+    return (
+        f"--data {source}: {len(skipped)} file{'s are' if len(skipped) > 1 else ' is'} not UTF-8 "
+        f"text and left out ({', '.join([*names, *more])}); convert what should be read, for "
+        "example with iconv."
     )
 
 

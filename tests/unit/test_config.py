@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from ray_pipe.errors import StageDied
 from ray_pipe.options import option_docs
 from ray_pipe.plans import codec_spec
 from ray_pipe.settings_file import read_settings, show_settings
+from ray_pipe.workload import held_out_samples
 
 SECTIONS = (
     CheckpointConfig,
@@ -435,6 +437,8 @@ def test_our_page_of_codec_names_is_the_registrys() -> None:
         ("pipeline.micro_batches=0", ["pipeline.micro_batches is 0", "at least 1"]),
         ("pipeline.batch_size=30", ["30 samples", "4 micro-batches", "28 or 32"]),
         ("pipeline.batch_size=2", ["2 samples", "4 micro-batches", "--batch-size 4,"]),
+        ("pipeline.batch_size=0", ["0 samples", "4 micro-batches", "--batch-size 4,"]),
+        ("pipeline.batch_size=-4", ["-4 samples", "4 micro-batches", "--batch-size 4,"]),
         ("model=gpt-tny", ["no model 'gpt-tny'", "did you mean 'gpt-tiny'?", "gpt2"]),
         ("model.heads=3", ["width of 128", "3 heads", "divisor of 128"]),
         ("model.dropout=1", ["model.dropout is 1", "below 1"]),
@@ -535,6 +539,24 @@ def test_steps_that_do_not_come_round_again_are_warned_of() -> None:
     assert check_repeat_visits(RunConfig(epochs=8), 640) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "compressed, and all arms train alike; use --stages 2"),
+        (["codec=acsgd"], "nothing is sent, slowed down or compressed; use --stages 2"),
+        (["codec=fp32", "network.bandwidth=1Mbps"], "slowed down or compressed; use"),
+        (["codec=fp32"], ""),
+        (["compare="], ""),
+        (["compare=fp32,acsgd", "sync.replicas=2"], ""),
+    ],
+)
+def test_one_stage_has_no_links_and_says_so(settings: list[str], words: str) -> None:
+    said = RunConfig().with_overrides(["pipeline.stages=1", *settings]).validate()
+
+    assert bool(said) == bool(words)
+    assert words in "".join(said)
+
+
 def test_a_reference_that_comes_too_late_for_the_arms_before_it_is_told_of() -> None:
     late = RunConfig(compare=("directq", "fp32", "acsgd")).validate()
     first = RunConfig(compare=("fp32", "directq", "acsgd")).validate()
@@ -612,9 +634,26 @@ def test_a_corpus_below_one_batch_is_refused_with_both_numbers() -> None:
 
     assert str(caught.value) == (
         "--data pydoc: makes 63 samples of 128 tokens, but one step takes 64 (4 micro-batches of "
-        "16); give more text, or lower --micro-batches, --micro-batch-size or model.context."
+        "16); use more of it (--set data.num_samples=64), or lower --micro-batches, "
+        "--micro-batch-size or model.context."
     )
     check_corpus(config, 64)
+
+
+def test_a_corpus_of_which_a_part_is_used_is_to_be_used_more(tmp_path: Path) -> None:
+    """`--micro-batches 32` alone: pydoc has thousands of samples, a first look takes 160."""
+    whole = with_data(tmp_path / "book.txt")
+    part = RunConfig(data=DataConfig(source="book.txt", num_samples=60), eval=True)
+
+    with pytest.raises(ConfigError, match=r"16\); give more text, or lower --micro-batches"):
+        check_corpus(whole, 63)
+    with pytest.raises(ConfigError) as caught:
+        check_corpus(part, 54)
+
+    text = str(caught.value)
+    assert "54 samples of 128 tokens to train on, without those that --eval keeps out" in text
+    enough = int(re.findall(r"use more of it \(--set data.num_samples=(\d+)\)", text)[0])
+    check_corpus(part, enough - held_out_samples(enough))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -680,6 +719,31 @@ def test_a_home_folder_is_the_one_of_whoever_runs(monkeypatch: pytest.MonkeyPatc
     assert RunConfig(out="runs/~").out == "runs/~"
     assert CheckpointConfig(resume="~/runs/x").resume == "/home/ray/runs/x"
     assert CheckpointConfig(resume="auto").resume == "auto"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.source",
+        "codec.spill_dir",
+        "network.topology",
+        "checkpoint.dir",
+        "faults.black_box",
+        "embedding.spill",
+        "embedding.rows",
+    ],
+)
+def test_home_is_found_where_no_shell_has_looked_for_it(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """In files, submitted jobs and behind `--set key=`: a folder of the name ~ was made."""
+    monkeypatch.setenv("HOME", "/home/ray")
+    task = {"task": "ctr"} if key.startswith("embedding") else {}
+
+    config = RunConfig.from_dict({**task, key: "~/here"})
+
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == "/home/ray/here"
 
 
 def test_a_folder_that_ray_will_remove_is_warned_of(
@@ -772,6 +836,8 @@ def test_settings_files_are_read_and_refused_with_the_place(tmp_path: Path) -> N
     for text, part in [
         ("codec: {fw_bits: 2\nx: 1", "line 2"),
         ("- 1", "holds a list instead of settings"),
+        ("seed: 1\ncodec: {fw_bits: 2}\nseed: 3", "key 'seed' is given twice in line 3, column 1"),
+        ("codec: {fw_bits: 2, fw_bits: 4}", "key 'fw_bits' is given twice in line 1, column 21"),
         ("\x00", "--config"),
     ]:
         file.write_text(text)
@@ -782,6 +848,12 @@ def test_settings_files_are_read_and_refused_with_the_place(tmp_path: Path) -> N
         read_settings(str(file))
     with pytest.raises(ConfigError, match="cannot be read, No such file"):
         read_settings(str(tmp_path / "none.yaml"))
+
+
+def test_what_a_file_merges_in_may_be_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("codec: {<<: {name: acsgd, fw_bits: 4}, fw_bits: 2}\n")
+    assert read_settings(str(file))["codec"] == {"name": "acsgd", "fw_bits": 2}
 
 
 def test_a_wrong_key_in_a_file_names_the_file() -> None:
@@ -821,7 +893,15 @@ def test_a_bandwidth_that_is_given_is_emulated_on_any_cluster(given: dict[str, A
 def test_on_one_node_the_default_bandwidth_is_emulated() -> None:
     config = RunConfig()
 
-    assert config.on_nodes(1) == (config, [])
+    same, notes = config.on_nodes(1)
+
+    assert same == config
+    assert notes == [
+        "all stages are on one node and no --bandwidth was given: links of 100Mbps are emulated "
+        "between them (--bandwidth unlimited: none)."
+    ]
+    asked = RunConfig(network=NetworkConfig(bandwidth_bps=1e7))
+    assert asked.on_nodes(1) == (asked, [])
 
 
 def test_what_was_not_given_is_still_not_given_after_an_override() -> None:

@@ -77,7 +77,10 @@ def test_a_folder_is_read_in_order_and_without_binaries(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
 
-    assert read_text(str(tmp_path)) == b"first\nsecond"
+    skipped: list[Path] = []
+
+    assert read_text(str(tmp_path), on_skip=skipped.append) == b"first\nsecond"
+    assert skipped == [tmp_path / "c.bin"]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

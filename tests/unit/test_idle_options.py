@@ -38,6 +38,11 @@ def config_of(*settings: str) -> RunConfig:
         (["optim=sgd", "optim.beta2=0.99"], "leave it out, or use --set optim.name=adamw"),
         (["optim.min_lr_ratio=0.5"], "but the learning rate is constant; leave it out, or use"),
         (["network.bandwidth=unlimited", "network.loss_rate=1%"], "network.loss_rate is 0.01, but"),
+        (["checkpoint.automatic=0s", "checkpoint.dir=x"], "checkpoint.dir is x, but nothing will"),
+        (["checkpoint.automatic=0s", "checkpoint.keep=2"], "checkpoint.keep is 2, but nothing wi"),
+        (["sync.replicas=2", "checkpoint.keep=2"], "saved; add --checkpoint-every 20, or leave it"),
+        (["checkpoint.automatic=1min", "checkpoint.every=5"], "but every 5 steps are saved, so it"),
+        (["sync.replicas=2", "checkpoint.automatic=1min"], "saved by steps only; use --checkpoint"),
     ],
 )
 def test_what_would_do_nothing_is_refused(settings: list[str], message: str) -> None:
@@ -65,6 +70,11 @@ def test_what_would_do_nothing_is_refused(settings: list[str], message: str) -> 
         ["optim=sgd", "optim.momentum=0.9"],
         ["optim.beta1=0.8", "optim.decay=linear", "optim.min_lr_ratio=0"],
         ["network.bandwidth=unlimited", "network.latency=1ms", "network.loss_rate=1%"],
+        ["checkpoint.keep=2"],
+        ["checkpoint.keep=2", "checkpoint.automatic=1min"],
+        ["checkpoint.keep=2", "checkpoint.every=5", "sync.replicas=2"],
+        ["checkpoint.automatic=0s"],
+        ["checkpoint.automatic=0s", "checkpoint.dir=x", "checkpoint.resume=auto"],
     ],
 )
 def test_what_does_something_is_not(settings: list[str]) -> None:
@@ -91,6 +101,6 @@ def test_a_resumed_run_may_bring_the_options_of_its_other_arms(tmp_path: Path) -
 def test_losses_are_refused_where_a_real_network_makes_the_links_unlimited() -> None:
     config = RunConfig(network=NetworkConfig(loss_rate=0.01))
 
-    assert config.on_nodes(1) == (config, [])
+    assert config.on_nodes(1)[0] == config
     with pytest.raises(ConfigError, match=r"network\.loss_rate is 0\.01, but the links are unlim"):
         config.on_nodes(4)

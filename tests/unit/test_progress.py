@@ -459,6 +459,11 @@ def test_one_arm_gives_no_verdict_but_the_way_to_one() -> None:
     ("network", "words"),
     [
         ({"bandwidth_bps": "unlimited"}, "pays on unshaped links:"),
+        (
+            {"bandwidth_bps": "unlimited", "latency_s": 0.02},
+            "pays at unlimited bandwidth and 20ms of latency:",
+        ),
+        ({"bandwidth_bps": 1e7, "latency_s": 0.02}, "pays at 10Mbps and 20ms of latency:"),
         ({"bandwidth_bps": 1e8, "topology": "net.yaml"}, "pays on this topology:"),
         ({}, "pays:"),
     ],

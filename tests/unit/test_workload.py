@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ray_pipe.config import RunConfig
+from ray_pipe.config import DataConfig, RunConfig
 from ray_pipe.data import DatasetSamples, TextSamples
 from ray_pipe.errors import ConfigError, DataError
 from ray_pipe.workload import blocks_workload, fresh_masks, gpt_workload, tied_names
@@ -164,6 +165,22 @@ def test_padding_of_targets_alone_is_refused_too_where_the_loss_would_count_it()
 
 def test_the_text_that_comes_with_python_is_cut_short_by_default() -> None:
     assert len(gpt_workload(RunConfig()).samples) == 160
+
+
+def test_files_of_a_folder_that_are_left_out_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 1000)
+    config = RunConfig(data=DataConfig(source=str(tmp_path)))
+    assert gpt_workload(config).notes == ()
+    (tmp_path / "deep").mkdir()
+    for name in ("b.txt", "c.txt", "deep/d.txt", "e.txt"):
+        (tmp_path / name).write_bytes(b"caf\xe9")
+
+    (note,) = gpt_workload(config).notes
+
+    assert note == (
+        f"--data {tmp_path}: 4 files are not UTF-8 text and left out (b.txt, c.txt, deep/d.txt, "
+        "…); convert what should be read, for example with iconv."
+    )
 
 
 def test_eval_keeps_a_tenth_out_of_training() -> None:
