@@ -31,6 +31,7 @@ help:
 	@echo "make bench   every benchmark that the README quotes (about an hour)"
 
 $(READY): $(SOURCES)
+	@echo "$(VENV): installing torch, ray and the rest, building the native core (minutes, the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -215,6 +215,10 @@ def _subtitle(name: str, config: Mapping[str, Any], own: Mapping[str, Any] | Non
             words = text.format(value)
             facts.append(words.removesuffix("s") if value == 1 else words)
     bandwidth = next((v for k, v in flat.items() if k.split(".")[-1] == "bandwidth_bps"), None)
+    latency_s = next((v for k, v in flat.items() if k.split(".")[-1] == "latency_s"), None)
+    late = f" with {seconds(latency_s)} of latency" if latency_s else ""
     if isinstance(bandwidth, (int, float)):
-        facts.insert(1, f"{three(bandwidth / 1e6)} Mbit/s links")
+        facts.insert(1, f"{three(bandwidth / 1e6)} Mbit/s links{late}")
+    elif late:
+        facts.insert(1, f"links{late}")
     return join([" · ".join(facts)])

@@ -40,7 +40,7 @@ def arms_tables(
         known = [one for one in numbers if any(arm.get(one.key) is not None for arm in arms)]
         if known:
             tables.append(_half(arms, title, known, best=best))
-    return tag("div", *tables, class_="two" if len(arms) <= MAX_BESIDE else None)
+    return tag("div", *tables, class_="halves beside" if len(arms) <= MAX_BESIDE else "halves")
 
 
 def _half(

@@ -101,6 +101,8 @@ vertical-align:-1px}
 .grid3{display:grid;grid-template-columns:repeat(auto-fit,minmax(270px,1fr));gap:8px 22px}
 .grid3 h4{font-size:.86rem;margin:.6em 0 0;font-weight:600}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(340px,1fr));gap:0 36px}
+.halves{display:grid;grid-template-columns:minmax(0,1fr);gap:14px 36px}
+@media (min-width:1060px){.halves.beside{grid-template-columns:repeat(2,minmax(0,1fr))}}
 .switch{display:flex;gap:6px;justify-content:flex-end;margin:-30px 0 8px;font-size:.84rem}
 .switch label{border:1px solid var(--line);border-radius:99px;padding:2px 12px;cursor:pointer;
 color:var(--muted)}
@@ -117,6 +119,9 @@ white-space:pre-wrap;overflow-wrap:anywhere;margin:.4em 0 0}
 #tip{position:fixed;display:none;pointer-events:none;background:var(--ink);color:var(--card);
 border-radius:7px;padding:6px 10px;font-size:.82rem;line-height:1.45;z-index:9;white-space:pre}
 footer{color:var(--muted);font-size:.84rem;margin-top:26px}
+@media (max-width:900px){main{padding:28px 12px 48px}section{padding:18px 16px}
+svg text,svg .label{font-size:13.5px}svg .name,svg .group{font-size:14.5px}
+svg .in{font-size:12px}.grid3 svg text,.grid3 svg .label{font-size:12px}}
 @media (max-width:620px){
 main{padding:22px 10px 40px}section{padding:16px 12px}.switch{margin:0 0 6px}
 section{overflow-x:auto}section svg{min-width:600px}.grid3 svg{min-width:0}}
@@ -124,7 +129,7 @@ section{overflow-x:auto}section svg{min-width:600px}.grid3 svg{min-width:0}}
 section,.card{border-color:#ccc;break-inside:avoid}.switch,summary{display:none}
 svg{break-inside:avoid}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:3px 4px}
 thead th{font-size:7pt}.grid3{grid-template-columns:repeat(3,1fr)}
-.two{grid-template-columns:1fr 1fr}
+.two,.halves.beside{grid-template-columns:1fr 1fr}
 .cards{grid-template-columns:repeat(5,1fr)}.card b{font-size:1.3rem}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 """

@@ -262,6 +262,22 @@ def test_the_exact_command_and_the_native_core_are_shown(rendered: Any) -> None:
     assert "40.0 Mbit/s links" in page.text
 
 
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        ({"bandwidth_bps": 40e6, "latency_s": 0.02}, "40.0 Mbit/s links with 20.0 ms of latency ·"),
+        ({"bandwidth_bps": "unlimited", "latency_s": 0.02}, "demo · links with 20.0 ms of latency"),
+        ({"bandwidth_bps": "unlimited", "latency_s": 0.0}, "demo · 4 stages"),
+    ],
+)
+def test_the_links_are_named_by_rate_and_latency(
+    run: Run, network: Mapping[str, Any], words: str
+) -> None:
+    config = {**run[0]["config"], "network": network}
+
+    assert words in Page(render_report({**run[0], "config": config})).text
+
+
 def test_the_slow_twin_is_named_when_the_native_core_was_missing(run: Run) -> None:
     page = Page(render_report({**run[0], "native": False}))
 
