@@ -1,7 +1,4 @@
-"""What a stage's black box costs, in CPU seconds: one of the prices that the simulator needs.
-
-Path: stages.measure -> stages.box_cost -> stages.black_box
-"""
+"""What a stage's black box costs, in CPU seconds: one of the prices that the simulator needs."""
 
 from __future__ import annotations
 

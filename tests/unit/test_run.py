@@ -217,7 +217,7 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
     without = {
         *("--steps", "--eval", "--codec", "--topology", "--recompute"),
         *("--name", "--address", "--dashboard"),
-        *("--checkpoint-every", "--checkpoint-dir", "--resume"),
+        *("--checkpoint-every", "--checkpoint-dir", "--keep-checkpoints", "--resume"),
         *("--spill", "--columns"),
         *("--sync", "--sync-codec", "--slow"),
     }
