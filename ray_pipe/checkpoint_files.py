@@ -317,9 +317,11 @@ def locate(path: str, *, asked: str = "--resume ") -> tuple[CheckpointStore, Che
     for store in (CheckpointStore(folder.child("checkpoints")), CheckpointStore(folder)):
         if store.arms():
             return store, None
+    is_missing = folder.is_local and not os.path.isdir(folder.path)
+    what = "there is no such folder" if is_missing else "there is no checkpoint in it"
     raise CheckpointError(
-        f"{asked}{path}: there is no checkpoint in it; give the folder of a run that was "
-        "started with --checkpoint-every, or one of its checkpoints."
+        f"{asked}{path}: {what}; give the folder of a run that was started with "
+        "--checkpoint-every, or one of its checkpoints."
     )
 
 

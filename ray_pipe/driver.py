@@ -167,6 +167,7 @@ def run(
                         one = Trained(arm=arm, prediction=None, meter=ArmMeter(arm.name, sink=sink))
                         checkpoints.restore(one)
                         trained.append(one)
+                        observer.on_phase(f"{arm.name} was done before, and is not trained again")
                         observer.on_arm(arm.name, index, len(arms), arm.num_steps)
                         observer.on_arm_end(one.summary().as_dict())
                         continue
@@ -312,7 +313,8 @@ def make_pipeline(
 
 def _how_many(config: RunConfig) -> str:
     stages, replicas = config.pipeline.stages, config.sync.replicas
-    return f"{stages} stages" if replicas == 1 else f"{replicas} replicas of {stages} stages"
+    text = "1 stage" if stages == 1 else f"{stages} stages"
+    return text if replicas == 1 else f"{replicas} replicas of {text}"
 
 
 def _guess(arms: Sequence[Arm], one: Trained) -> dict[str, float]:
@@ -392,7 +394,7 @@ def _plan_of(config: RunConfig, own: Workload | None) -> dict[str, Any]:
     text = (
         f"{model} in {_how_many(config)} over {rate} links"
         f"{late if shaped and config.network.latency_s else ''}; {pipeline.micro_batches} "
-        f"micro-batches of {pipeline.micro_batch_size}, {pipeline.schedule}"
+        f"micro-batch{'' if pipeline.micro_batches == 1 else 'es'} of {pipeline.micro_batch_size}, {pipeline.schedule}"
     )
     return {
         "text": text,

@@ -153,14 +153,14 @@ class LeftRun:
     def trouble(self, arm: Arm) -> str:
         """Why what it left of an arm is not of this training; empty if it is."""
         note = self.note(arm.name)
+        settings = other_settings(self._body["config"], arm.config, also=BOXES_LIE_BY)
+        if settings.wrong:
+            return "; ".join(settings.wrong)
         before, now = note["data"], data_of(arm)
         other = [key for key in now if before.get(key) != now[key]]
         if other:
             listed = ", ".join(f"{key} {before.get(key)} there, {now[key]} here" for key in other)
             return f"it trained on other data or in another order ({listed})"
-        settings = other_settings(self._body["config"], arm.config, also=BOXES_LIE_BY)
-        if settings.wrong:
-            return "; ".join(settings.wrong)
         cuts = [[cut.start, cut.stop] for cut in arm.workload.cuts(arm.config.pipeline.stages)]
         if note["cuts"] != cuts:
             return f"its stages had the blocks {note['cuts']}, this run's have {cuts}"

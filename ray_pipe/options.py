@@ -111,9 +111,14 @@ def resolve_key(section: type, key: str, *, source: str) -> str:
         suffix = UNIT_SUFFIXES.get(field.metadata.get("unit", ""), "")
         if suffix and key + suffix == name:
             return name
+    short = [_without_unit(name, field) for name, field in names.items()]  # as people write them
     raise ConfigError(
-        f"{source}: there is no option {key!r}{nearest(key, names)} Known are {listed(names)}."
+        f"{source}: there is no option {key!r}{nearest(key, short)} Known are {listed(short)}."
     )
+
+
+def _without_unit(name: str, field: dataclasses.Field[Any]) -> str:
+    return name.removesuffix(UNIT_SUFFIXES.get(field.metadata.get("unit", ""), ""))
 
 
 def read_option(section: type, key: str, value: Any, *, source: str) -> tuple[str, Any]:

@@ -132,13 +132,14 @@ def headline(arms: Sequence[Arm]) -> str:
 
 
 def best_arm(arms: Sequence[Arm]) -> Arm | None:
-    """The arm that reached fp32's final loss soonest; None without fp32 or without others.
+    """The arm that reached fp32's final loss soonest; None without fp32, without others, or where
+    nothing was sent that could be compressed.
 
     If none reached it: the fastest of those that ended within 1 % of it, else the fastest.
     """
     others = [arm for arm in arms if arm["name"] != REFERENCE]
     base = next((arm for arm in arms if arm["name"] == REFERENCE), None)
-    if base is None or not others:
+    if base is None or not others or base.get("bytes_per_step") == 0:
         return None
     allowed = 0.01 * abs(base.get("final_loss") or 0.0)
 

@@ -102,7 +102,7 @@ def limits_of(trained: Sequence[Trained]) -> dict[str, Any]:
         }
     }
     plain = by_arm.get(REFERENCE)
-    if plain is not None and plain.is_shaped:
+    if plain is not None and plain.is_shaped and plain.link_step_s > 0:  # one stage has no links
         limits["link_to_compute"] = plain.link_to_compute
         limits["compute_step_s"] = plain.compute_step_s
         limits["max_speedup"] = plain.step_s / plain.compute_step_s

@@ -141,6 +141,11 @@ def verdict(results: Mapping[str, Any]) -> str:
             f"There is no {REFERENCE} arm with a final loss to compare with, so what compression "
             f"gains is not known: --compare {REFERENCE},{names} adds one."
         )
+    if not any(arm.get("bytes_per_step", 1) for arm in arms):
+        return (
+            "Nothing was sent, so nothing could be compressed: all arms are the same training, and "
+            "their times differ by chance. --stages 2 has a link."
+        )
     best = _best(arms)
     fastest = max(others, key=lambda arm: number(arm.get("speedup")) or 0.0)
     where = _where(results)
@@ -196,6 +201,7 @@ def show_results(console: Console, results: Mapping[str, Any], path: str | Path 
 
 def _best(arms: list[Arm]) -> Arm | None:
     """The arm that came to fp32's final loss soonest, if any was clearly sooner than fp32."""
+    arms = [arm for arm in arms if arm.get("bytes_per_step", 1)]  # who sent nothing gained nothing
     sooner = [(number(arm.get("time_to_target_speedup")) or 0.0, arm) for arm in arms]
     gains = [pair for pair in sooner if pair[0] > 1.05 and pair[1].get("name") != REFERENCE]
     return max(gains, key=lambda pair: pair[0])[1] if gains else None

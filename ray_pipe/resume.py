@@ -266,13 +266,13 @@ def _checked(checkpoint: Checkpoint, arm: Arm, notes: list[str]) -> Start:
             f"{where} was saved after {manifest.step} steps, this run has only {arm.num_steps}; "
             "give more --steps or --epochs, or resume from an older checkpoint."
         )
-    _refuse_other_data(checkpoint, arm)
     other = other_settings(manifest.config, arm.config, step=manifest.step)
-    if other.wrong:
+    if other.wrong:  # first: with another model samples have another length, and another digest
         raise CheckpointError(
             f"{where} is a checkpoint of another run: {'; '.join(other.wrong)}. Resume with the "
             f"same settings (--set {other.way_out}), or leave them out: they are in the checkpoint."
         )
+    _refuse_other_data(checkpoint, arm)
     notes = [
         *notes,
         *(

@@ -428,6 +428,7 @@ def test_our_page_of_codec_names_is_the_registrys() -> None:
         ("network.bandwidth=0Mbps", ["more than zero"]),
         ("network.bandwidth_bps=0", ["network.bandwidth_bps is 0", "above 0"]),
         ("network.latency=5", ["'5'", "'20ms'"]),
+        ("network.bandwith=5Mbps", ["did you mean 'bandwidth'?", "Known are bandwidth, latency"]),
         ("network.loss_rate=0.6", ["network.loss_rate is 0.6", "at most 0.5"]),
         ("optim.lr=-1", ["optim.lr is -1", "at least 0"]),
         ("optim.lr=nan", ["optim.lr is nan"]),

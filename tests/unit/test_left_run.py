@@ -254,7 +254,8 @@ def test_failures_before_the_drivers_death_are_remembered(tmp_path: Path) -> Non
         ({"optim__lr": 0.5}, ""),  # told as a note, as with a checkpoint
         ({"model__width": 32}, "model.width is 16 there and 32 here"),
         ({"pipeline__stages": 4}, "pipeline.stages is 2 there and 4 here"),
-        ({"seed": 7}, "seed 0 there, 7 here"),
+        ({"seed": 7}, "seed is 0 there and 7 here"),
+        ({"data__num_samples": 11}, "other data or in another order (digest"),
         ({"faults__black_box": "/boxes"}, "faults.black_box is 'auto' there and '/boxes' here"),
         ({"codec__spill_dir": "/rows"}, "codec.spill_dir is None there and '/rows' here"),
     ],

@@ -450,6 +450,14 @@ def test_without_fp32_there_is_no_speed_up_to_show(width: int) -> None:
     assert "2.80x" not in text_of(console)
 
 
+def test_where_nothing_was_sent_compression_gained_nothing() -> None:
+    """One stage: whoever came sooner did so by chance."""
+    arms = [{**arm, "bytes_per_step": 0} for arm in (FP32, ACSGD)]
+
+    assert verdict(with_arms(FP32, ACSGD)).startswith("Compression pays")
+    assert verdict(with_arms(*arms)).startswith("Nothing was sent, so nothing could be compressed")
+
+
 def test_one_arm_gives_no_verdict_but_the_way_to_one() -> None:
     assert "--compare fp32,directq,acsgd" in verdict(with_arms(ACSGD))
     assert "--compare fp32,directq,acsgd" in verdict(with_arms(FP32))

@@ -461,6 +461,7 @@ def test_the_best_arm_is_not_the_fast_one_with_the_bad_loss() -> None:
 
     assert best_arm([FP32, far, close]) == close
     assert best_arm([FP32]) is None
+    assert best_arm([{**FP32, "bytes_per_step": 0}, {**close, "bytes_per_step": 0}]) is None
     assert best_arm([close, far]) is None
 
 

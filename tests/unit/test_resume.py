@@ -119,11 +119,11 @@ def at_codec(run: SavedRun, codec: str, step: int) -> Any:
     [
         ({"model__width": 32}, "another run: model.width is 16 there and 32 here"),
         ({"model__layers": 2}, "model.layers is 4 there and 2 here"),
-        ({"seed": 1}, "other data or in another order (seed 0 there, 1 here)"),
+        ({"seed": 1}, "another run: seed is 0 there and 1 here. Resume with the same"),
         ({"data__num_samples": 11}, "trained on other data"),
-        ({"model__context": 16}, "trained on other data"),
+        ({"model__context": 16}, "another run: model.context is 8 there and 16 here"),
         ({"optim__name": "sgd"}, "optim.name is 'adamw' there and 'sgd' here"),
-        ({"pipeline__micro_batch_size": 2}, "in another order (micro_batch_size 3 there, 2 here)"),
+        ({"pipeline__micro_batch_size": 2}, "pipeline.micro_batch_size is 3 there and 2 here"),
         ({"codec__rows": "fp32"}, "codec.rows is 'bf16' there and 'fp32' here"),
     ],
 )  # fmt: skip
