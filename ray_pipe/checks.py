@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 
 from ray_pipe.ctr_section import check_ctr
 from ray_pipe.errors import ConfigError
-from ray_pipe.idle_options import check_codec_options, check_losses, check_optim_options
+from ray_pipe.idle_options import (
+    check_codec_options,
+    check_fault_options,
+    check_losses,
+    check_optim_options,
+)
 from ray_pipe.row_memory import remembers
 from ray_pipe.sections import LINK_OPTIONS
 
@@ -30,6 +35,7 @@ def check_run(config: RunConfig, *, num_blocks: int | None = None) -> list[str]:
     check_losses(config)
     check_codec_options(config)
     check_optim_options(config)
+    check_fault_options(config)
     if config.task == "ctr":
         return [*check_ctr(config), *check_lasting(config.out)]
     check_stages(config, num_blocks=num_blocks)

@@ -166,7 +166,8 @@ def run(config: RunConfig, observer: Observer) -> Outcome:
         if config.dashboard or dashboard:
             observer.on_note(show_dashboard(dashboard))
         observer.on_phase(
-            f"starting {config.pipeline.stages} stages and {config.embedding.shards} shards"
+            f"starting {_num(config.pipeline.stages, 'stage')} and "
+            f"{_num(config.embedding.shards, 'shard')}"
         )
         try:
             with (
@@ -327,6 +328,10 @@ def _tell(observer: Observer, monitor: Any, failure: Failure) -> None:
     monitor.on_failures()
 
 
+def _num(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def plan_of(config: RunConfig, task: ClickTask, arms: list[CtrArm]) -> dict[str, Any]:
     """What is going to happen, for people."""
     network, pipeline = config.network, config.pipeline
@@ -336,7 +341,8 @@ def plan_of(config: RunConfig, task: ClickTask, arms: list[CtrArm]) -> dict[str,
     return {
         "text": (
             f"click model on {task.text}; rows of {config.embedding.dim} on "
-            f"{config.embedding.shards} shards, {pipeline.stages} dense stages, over {rate} links"
+            f"{_num(config.embedding.shards, 'shard')}, {_num(pipeline.stages, 'dense stage')}, "
+            f"over {rate} links"
             f"{late}; {pipeline.samples_per_step} samples a step"
         ),
         "bandwidth_bps": network.bandwidth_bps if shaped else None,

@@ -386,6 +386,7 @@ def _plan_of(config: RunConfig, own: Workload | None) -> dict[str, Any]:
     if is_cluster(config.address) and not config.links_are_given:
         rate = "the cluster's"
     late = f" with {show_duration(config.network.latency_s)} of latency"
+    batches = f"{pipeline.micro_batches} micro-batch{'' if pipeline.micro_batches == 1 else 'es'}"
     model = (
         f"{config.model.name} ({size.layers} layers, width {size.width}, context {size.context})"
     )
@@ -393,8 +394,8 @@ def _plan_of(config: RunConfig, own: Workload | None) -> dict[str, Any]:
         model = f"{own.name} ({own.num_blocks} blocks)"
     text = (
         f"{model} in {_how_many(config)} over {rate} links"
-        f"{late if shaped and config.network.latency_s else ''}; {pipeline.micro_batches} "
-        f"micro-batch{'' if pipeline.micro_batches == 1 else 'es'} of {pipeline.micro_batch_size}, {pipeline.schedule}"
+        f"{late if shaped and config.network.latency_s else ''}; {batches} of "
+        f"{pipeline.micro_batch_size}, {pipeline.schedule}"
     )
     return {
         "text": text,

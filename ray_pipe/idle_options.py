@@ -96,6 +96,24 @@ def check_optim_options(config: RunConfig) -> None:
         )
 
 
+def check_fault_options(config: RunConfig) -> None:
+    """Spares and black boxes, where nobody would be brought back by them."""
+    if config.checkpoint.resume is not None:
+        return
+    changed = _changed(config.faults)
+    if config.sync.replicas > 1:
+        why = "replicas keep neither spares nor black boxes: the others go on without one that dies"
+        way_out = "leave it out (--set sync.rejoin=true starts a lost replica anew)"
+    elif config.faults.max_failures == 0:
+        why = "with --max-failures 0 the first failure ends the run"
+        way_out = "leave it out, or allow failures"
+    else:
+        return
+    for key in ("spares", "spare_after_s", "black_box"):
+        if key in changed and changed[key] not in (0, "off"):
+            raise ConfigError(f"faults.{key} is {changed[key]}, but {why}; {way_out}.")
+
+
 def check_losses(config: RunConfig) -> None:
     """What is lost costs the time to send it again and a round trip: one of them must take time."""
     network = config.network

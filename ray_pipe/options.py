@@ -219,8 +219,17 @@ def _check_limits(label: str, value: float, limits: Mapping[str, float | None]) 
     if not wrong:
         return
     words = {"low": "at least", "high": "at most", "above": "above", "below": "below"}
-    rules = [f"{words[name]} {limit:g}" for name, limit in limits.items() if limit is not None]
-    raise ConfigError(f"{label} is {value:g}; it must be {' and '.join(rules) or 'a number'}.")
+    rules = [
+        f"{words[name]} {_shown(limit)}" for name, limit in limits.items() if limit is not None
+    ]
+    raise ConfigError(
+        f"{label} is {_shown(value)}; it must be {' and '.join(rules) or 'a number'}."
+    )
+
+
+def _shown(value: float) -> str:
+    """A whole number as it is: 2**32 is no 4.29497e+09."""
+    return str(value) if isinstance(value, int) and abs(value) < 10**15 else f"{value:g}"
 
 
 def _with_unit(unit: str, value: Any, kind: type, *, source: str) -> Any:

@@ -445,6 +445,8 @@ def test_our_page_of_codec_names_is_the_registrys() -> None:
         ("model.dropout=1", ["model.dropout is 1", "below 1"]),
         ("epochs=0", ["epochs is 0", "at least 1"]),
         ("seed=-1", ["seed is -1", "at least 0"]),
+        ("seed=4294967296", ["seed is 4294967296; it must be at least 0 and below 4294967296."]),
+        ("codec.group=2e6", ["codec.group is 2000000; it must be at least 1 and at most 1048576."]),
         ("deadline=0s", ["deadline_s is 0", "above 0"]),
         ("name=a/b", ["'a/b'", "--out"]),
         ("name=..", ["'..'", "--out"]),

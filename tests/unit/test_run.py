@@ -217,7 +217,7 @@ def test_every_flag_with_a_default_is_in_that_list() -> None:
     without = {
         *("--steps", "--eval", "--codec", "--topology", "--recompute"),
         *("--name", "--address", "--dashboard"),
-        *("--checkpoint-every", "--checkpoint-dir", "--keep-checkpoints", "--resume"),
+        *("--checkpoint-every", "--keep-checkpoints", "--checkpoint-dir", "--resume"),
         *("--spill", "--columns"),
         *("--sync", "--sync-codec", "--slow"),
     }
@@ -246,7 +246,7 @@ ADAM = ["--replicas", "4", "--sync", "quantized-adam", "--steps", "10", "--set"]
         (["--bandwidth", "-5Mbps"], ["--bandwidth: bandwidth '-5Mbps'", "more than zero"]),
         (["--bandwidth=0"], ["--bandwidth: bandwidth '0'", "more than zero", "'unlimited'?"]),
         (["--spares", "99"], ["--spares: faults.spares is 99", "at most 16"]),
-        (["--resume", "none"], ["--resume none: there is no checkpoint", "--checkpoint-every"]),
+        (["--resume", "none"], ["--resume none: there is no such folder", "--checkpoint-every"]),
         (["--resume", __file__], ["--resume ", "is a file", "the folder of a run"]),
         (["--resume", "nosuch://x"], ["error: --resume: nosuch://x:", "not known", "fsspec"]),
         (["--stages", "9"], ["--stages 9", "4 blocks", "--stages 4", "model.layers=9"]),
