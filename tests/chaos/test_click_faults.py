@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from ray_pipe import ctr_run
+from ray_pipe.checkpoint import Saver
 from ray_pipe.cluster import nodes
 from ray_pipe.config import RunConfig
 from ray_pipe.ctr_pipeline import CtrPipeline
@@ -128,6 +130,48 @@ def test_a_shard_that_dies_at_a_checkpoint_costs_that_checkpoint_and_nothing_els
     assert arm["lost_versions"] == 4  # from step 8 back to the checkpoint of step 4
     assert outcome.checkpoint is not None
     assert outcome.checkpoint.step == STEPS
+
+
+def test_a_first_stage_that_dies_at_the_last_checkpoint_is_replaced_and_it_is_written(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the shards have their order to copy: the driver waited ten minutes for them."""
+    own = replace(config(0), out=str(tmp_path), checkpoint=CheckpointConfig(every=STEPS))
+    start_save, finish, tried = CtrPipeline.start_save, Saver.finish, []
+
+    class Deaf:
+        """Stage 0, which dies before it hears that it is to copy its state."""
+
+        def __init__(self, handle: Any) -> None:
+            self._handle = handle
+            self.keep_state = SimpleNamespace(remote=lambda *order: None)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._handle, name)
+
+    def unheard(self: CtrPipeline, *args: Any) -> Any:
+        tried.append(time.monotonic())
+        handles = self.handles
+        self.handles = [Deaf(handles[0]) if len(tried) == 1 else handles[0], *handles[1:]]
+        try:
+            return start_save(self, *args)
+        finally:
+            self.handles = handles
+
+    def dying(self: Any) -> None:
+        ray.kill(self._pipeline.handles[0])
+        finish(self)
+
+    monkeypatch.setattr(CtrPipeline, "start_save", unheard)
+    monkeypatch.setattr(Saver, "finish", dying)
+    observer = Told()
+    outcome = ctr_run.run(own, observer)
+
+    assert "stage 0 died" in "\n".join(observer.warnings)
+    assert outcome.checkpoint is not None
+    assert outcome.checkpoint.step == STEPS
+    assert len(outcome.results["arms"][0]["losses"]) == STEPS
+    assert time.monotonic() - tried[0] < 300
 
 
 def test_a_shard_that_dies_while_it_is_filled_is_filled_again(
