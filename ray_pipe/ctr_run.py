@@ -102,6 +102,10 @@ class Clicked(Trained):
         def so_far(key: str, now: int) -> int:
             return int(before.get(key, 0)) + now
 
+        def with_before(key: str, told: int) -> int:
+            """Of shards, which take their counts over with the rows; they may not have told yet."""
+            return max(told, int(before.get(key, 0)))
+
         return {
             "auc": auc,
             "log_loss": log_loss,
@@ -116,19 +120,18 @@ class Clicked(Trained):
             "staleness_max": max(histogram, default=0),
             "staleness_histogram": {str(key): histogram[key] for key in sorted(histogram)},
             # What a stage 0 counted after it last told died with it; shards count lost ones too.
-            "lost_pushes": so_far(
-                "lost_pushes", max(self._counted("lost_pushes"), totals.lost_pushes)
+            "lost_pushes": max(
+                so_far("lost_pushes", self._counted("lost_pushes")), totals.lost_pushes
             ),
-            "unsent_pushes": so_far("unsent_pushes", totals.unsent_pushes),
+            "unsent_pushes": with_before("unsent_pushes", totals.unsent_pushes),
             "lost_versions": so_far("lost_versions", self._counted("lost_versions")),
             "refused_pushes": so_far("refused_pushes", self._counted("refused")),
-            "replayed_pushes": so_far("replayed_pushes", totals.replayed),
-            # Shards take these over with their rows; the others they count anew.
-            "dropped_gradients": totals.dropped_rows or before.get("dropped_gradients", 0),
-            "prunes": totals.prunes or before.get("prunes", 0),
-            "evicted_rows": so_far("evicted_rows", totals.evictions),
+            "replayed_pushes": with_before("replayed_pushes", totals.replayed),
+            "dropped_gradients": with_before("dropped_gradients", totals.dropped_rows),
+            "prunes": with_before("prunes", totals.prunes),
+            "evicted_rows": with_before("evicted_rows", totals.evictions),
             "spilled_rows": totals.spilled_rows or before.get("spilled_rows", 0),
-            "recalled_rows": so_far("recalled_rows", totals.recalled),
+            "recalled_rows": with_before("recalled_rows", totals.recalled),
         }
 
 

@@ -388,9 +388,9 @@ class Shard:
             "dropped_rows": counts.dropped_rows,
             "prunes": sum(part["epoch"] for part in tables.values()),  # go on after a load
             "hit_rate": {name: part["hit_rate"] for name, part in tables.items()},
-            "evictions": sum(part["evictions"] for part in tables.values()),
+            "evictions": counts.evictions + sum(part["evictions"] for part in tables.values()),
             "spilled_rows": sum(part["spilled_rows"] for part in tables.values()),
-            "recalled": sum(part.get("recalled", 0) for part in tables.values()),
+            "recalled": counts.recalled + sum(part.get("recalled", 0) for part in tables.values()),
             "unadmitted_share": {
                 name: part["unadmitted_share"]
                 for name, part in tables.items()

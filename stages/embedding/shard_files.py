@@ -89,7 +89,7 @@ def fill_shard(
     shard.touch_base = shard.touched if touch_base is None else touch_base
     if with_counts and shard.index == 0:  # sums over all shards stay what they were
         for part in seen:
-            shard.counts.dropped_rows += part["dropped_rows"]
+            shard.counts.add_saved(part.get("sums", part))  # one of them stood there before
             for age, num in part["staleness"].items():
                 shard.counts.staleness[int(age)] += num
     return total

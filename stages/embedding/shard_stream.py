@@ -25,7 +25,7 @@ from stages.embedding.row_answers import Snapshot
 from stages.embedding.row_records import Records
 from stages.embedding.row_table import MAX_STEP, WITHIN_STEP, RowTable
 from stages.embedding.shard import Shard
-from stages.embedding.shard_terms import TICKETS_OF_A_SESSION, TOUCHES_OF_A_SESSION
+from stages.embedding.shard_terms import SUMS, TICKETS_OF_A_SESSION, TOUCHES_OF_A_SESSION
 
 ABOUT = "ray_pipe_shard"
 FORMAT = 2
@@ -162,9 +162,14 @@ def keep_shard(shard: Shard) -> KeptShard:
         "touches": TOUCHES_OF_A_SESSION,
         "tables": tables,
         "staleness": {str(age): num for age, num in shard.counts.staleness.items()},
-        "dropped_rows": shard.counts.dropped_rows,
+        "sums": _sums(shard),
     }
     return KeptShard(snapshot, about, lines)
+
+
+def _sums(shard: Shard) -> dict[str, int]:
+    told = shard.stats() | {"unsent": shard.counts.unsent}
+    return {name: told[name] for name in SUMS}
 
 
 def _lines(name: str, rows: RowTable, scan: Any, *, has_order: bool) -> _Lines:

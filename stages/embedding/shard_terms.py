@@ -86,6 +86,12 @@ class ShardStep:
     v_read: int
 
 
+SUMS = (
+    "lost_pushes", "refused_pushes", "replayed", "unsent", "dropped_rows", "evictions", "recalled",
+)  # fmt: skip
+"""Counts that a checkpoint keeps, beside those of staleness."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ShardCounts:
     """What happened so far."""
@@ -106,6 +112,14 @@ class ShardCounts:
 
     max_held: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
+    evictions: int = 0
+    recalled: int = 0
+    """Of shards whose rows and counts are here now; the tables count their own."""
+
+    def add_saved(self, saved: Mapping[str, int]) -> None:
+        """What a shard had counted when it was saved (`SUMS`)."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + saved.get(name, 0))
 
 
 def notes_of(error: BaseException) -> list[str]:

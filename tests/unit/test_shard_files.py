@@ -21,7 +21,7 @@ from stages.embedding.shard import Shard
 from stages.embedding.shard_files import ShardFileError, fill_shard, pack_shard
 from stages.embedding.shard_folders import save_shards, saved_shards
 from stages.embedding.shard_stream import keep_shard
-from stages.embedding.shard_terms import TICKETS_OF_A_SESSION, IdSet, touch_of
+from stages.embedding.shard_terms import SUMS, TICKETS_OF_A_SESSION, IdSet, touch_of
 from stages.embedding.tables import ChunkPrune, Table, shard_of
 
 CORE = "twin"
@@ -464,6 +464,27 @@ def test_a_shard_that_replaces_a_dead_one_takes_rows_and_leaves_the_counts_to_th
     assert [shard.stats()["staleness_histogram"] for shard in resumed] == [{0: 20}, {}]
     assert replaced[0].stats()["staleness_histogram"] == {}
     assert replaced[0].version == 10
+
+
+def test_what_shards_counted_goes_on_in_those_that_are_filled_from_them() -> None:
+    """Twice over; else a resumed run would tell what the driver happened to know."""
+    told = ("lost_pushes", "refused_pushes", "replayed", "unsent_pushes", "dropped_rows")
+    told += ("evictions", "recalled")
+    before = shards(2)
+    train(before, 0, 2)
+    for number, name in enumerate(SUMS, start=1):
+        setattr(before[number % 2].counts, name, number)
+    for num in (3, 1):
+        after = shards(num)
+        files = [pack_shard(shard) for shard in before]
+        for shard in after:
+            fill_shard(shard, files, num_shards=num)
+        before = after
+
+    (last,) = before
+    assert [last.stats()[name] for name in told] == list(range(1, len(SUMS) + 1))
+    last.counts.add_saved({"dropped_rows": 5, "version": 3})  # a file before there were sums
+    assert last.stats()["dropped_rows"] == 10
 
 
 def test_the_rows_in_the_checkpoint_of_a_run_are_read_from_its_folder(tmp_path: Path) -> None:
