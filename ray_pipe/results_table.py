@@ -47,7 +47,8 @@ def _target(arm: Arm) -> str:
         return "not reached" if arm.get("loss_gap") is not None else NONE
     if sooner is None or arm.get("name") == REFERENCE:
         return show_seconds(seconds)
-    return f"{show_seconds(seconds)} ({sooner:.2f}x sooner)"
+    ratio = f"{sooner:.2f}x sooner" if sooner >= 1 or not sooner else f"{1 / sooner:.2f}x later"
+    return f"{show_seconds(seconds)} ({ratio})"
 
 
 def _error(arm: Arm) -> str:

@@ -273,6 +273,15 @@ def test_the_live_run_ends_with_the_table() -> None:
     assert "2.73x sooner" in text_of(console)
 
 
+def test_an_arm_that_came_later_is_said_to_be_later() -> None:
+    console = terminal(140)
+    late = {**ACSGD, "time_to_target_s": 122.4, "time_to_target_speedup": 0.5}
+
+    show_results(console, with_arms(FP32, late), None)
+
+    assert "2m 02s (2.00x later)" in text_of(console)
+
+
 def test_a_stream_that_is_no_terminal_gets_plain_lines() -> None:
     progress: Progress = make_progress(io.StringIO())
 
