@@ -11,14 +11,18 @@ keeps g times that. Without `keep` all members end with the same bits and the lo
 (error feedback, if it has any). Sums run in the order of ids, never in that of arrival.
 
 A codec that sends few values of a vector must send the same ones at all members, if they `keep` the
-rest (`stages.sync.picks`): the owner of a piece picks, which takes a letter and a latency more.
+rest (`stages.sync.picks`): the owner of a piece picks, which takes a letter and a latency more. One
+of few bits says which of the points near the reader's own vector it is (`stages.sync.near`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stages.lanes import Lane
+from stages.sync import near
+from stages.sync.near import Near
 from stages.sync.payload import Coder
 from stages.sync.picks import Picks, only
 from stages.sync.post import Inbox
@@ -31,14 +35,22 @@ class Collective:
     """The reduce of one stage."""
 
     def __init__(
-        self, *, me: int, inbox: Inbox, coder: Coder, lane: Lane, picks: Picks | None = None
+        self,
+        *,
+        me: int,
+        inbox: Inbox,
+        coder: Coder,
+        lane: Lane,
+        picks: Picks | None = None,
+        nearness: Near | None = None,
     ) -> None:
-        """`picks` of a codec that sends few values."""
+        """`picks` of a codec that sends few values, `nearness` of one that sends few bits."""
         self._me = me
         self._inbox = inbox
         self._coder = coder
         self._lane = lane
         self._picks = picks
+        self._near = nearness
 
     async def reduce(self, plan: SyncPlan, vector: Any) -> SyncResult:
         """The mean of all members' vectors, or what takes the own vector there."""
@@ -60,6 +72,8 @@ class Collective:
             delta = coder.combine([value, coder.join(kept), vector], [1.0, 1.0, -1.0])
         if picked is not None and self._picks is not None:
             self._picks.averaged(coder.combine([vector, delta], [1.0, 1.0]), picked)
+        if self._near is not None:  # two members are at most twice as far apart as from their mean
+            await self._lane.run("decode", "near", -1, self._near.saw, value, vector, 2.0)
         return SyncResult(delta=delta, contributors=plan.peers, nbytes=nbytes)
 
     async def _agree_on_picks(self, plan: SyncPlan, vector: Any, picks: Picks) -> tuple[Any, int]:
@@ -92,26 +106,60 @@ class Collective:
         for index in _others(place, num):
             packet, read = await self._encode(f"up/{num}/{index}", pieces[index], plan)
             kept[index] = self._lost(pieces[index], read, 1)
-            nbytes += self._inbox.send(members[index], "up", tag, part=index, packet=packet)
-        packets = await self._inbox.collect(
-            "up",
-            tag,
-            [(place, member) for member in members if member != self._me],
-            limit_s=plan.deadline_s,
-        )
+            full = self._full(packet, read)
+            nbytes += self._inbox.send(
+                members[index], "up", tag, part=index, packet=packet, full=full
+            )
+        wanted = [(place, member) for member in members if member != self._me]
+        packets = await self._inbox.collect("up", tag, wanted, limit_s=plan.deadline_s)
+        packets = await self._readable("up", plan, wanted, packets, [pieces[place]] * len(wanted))
         mean = await self._lane.run("decode", "reduce", -1, self._mean, packets, pieces, place)
-        packet, read = await self._encode(f"down/{num}/{place}", mean, plan)
+        packet, read = await self._encode(f"down/{num}/{place}", mean, plan, num)
         kept[place] = self._lost(mean, read, num)
         next_first = [members[index] for index in _others(place, num)]
-        nbytes += self._inbox.send_all(next_first, "down", tag, part=place, packet=packet)
-        await self._place(value, place, num, read)  # while the others do the same
-        others = [index for index in range(num) if index != place]
-        packets = await self._inbox.collect(
-            "down", tag, [(index, members[index]) for index in others], limit_s=plan.deadline_s
+        full = self._full(packet, read)
+        nbytes += self._inbox.send_all(
+            next_first, "down", tag, part=place, packet=packet, full=full
         )
-        for index, packet in zip(others, packets, strict=True):
+        await self._place(value, place, num, read)  # while the others do the same
+        wanted = [(index, members[index]) for index in range(num) if index != place]
+        packets = await self._inbox.collect("down", tag, wanted, limit_s=plan.deadline_s)
+        own = [pieces[index] for index, _ in wanted]
+        packets = await self._readable("down", plan, wanted, packets, own)
+        for (index, _), packet in zip(wanted, packets, strict=True):
             await self._place(value, index, num, await self._read(packet))
         return kept, nbytes
+
+    async def _readable(
+        self,
+        op: str,
+        plan: SyncPlan,
+        wanted: Sequence[tuple[int, int]],
+        packets: list[Any],
+        own: Sequence[Any],
+    ) -> list[Any]:
+        """Packets that can be read on their own, in place of those that are about `own`."""
+        if self._near is None:
+            return packets
+        tag, found = (plan.epoch, plan.number), []
+        for (part, sender), packet, vector in zip(wanted, packets, own, strict=True):
+            while packet.codec == near.NAME:
+                read = await self._lane.run("decode", op, -1, near.decode, packet, vector)
+                if read is not None:
+                    packet, _ = self._coder.encode(op, read, exact=True)
+                    break
+                self._inbox.ask_in_full(sender, op, tag, part=part)
+                (packet,) = await self._inbox.collect(
+                    op, tag, [(part, sender)], limit_s=plan.deadline_s
+                )
+            found.append(packet)
+        return found
+
+    def _full(self, packet: Any, read: Any) -> Any:
+        """The letter for whoever cannot read it: what it says, as it is."""
+        if self._near is None or packet.codec != near.NAME:
+            return None
+        return self._coder.encode("full", read, exact=True)[0]
 
     def _mean(self, packets: list[Any], pieces: list[Any], place: int) -> Any:
         vectors = [self._coder.read(packet) for packet in packets]
@@ -152,9 +200,16 @@ class Collective:
         await self._place(value, part, num, read)
         return kept, nbytes
 
-    async def _encode(self, slot: str, vector: Any, plan: SyncPlan) -> tuple[Any, Any]:
+    async def _encode(
+        self, slot: str, vector: Any, plan: SyncPlan, num: int = 1
+    ) -> tuple[Any, Any]:
+        """The packet, and what `num` others will read in it."""
         if plan.exact or self._coder.is_exact:  # a view, no work for a lane
             return self._coder.encode(slot, vector, exact=True)
+        if self._near is not None and plan.keep and plan.route == "direct":
+            found = await self._lane.run("encode", slot, -1, self._near.encode, vector, num)
+            if found is not None:
+                return found
         return await self._lane.run("encode", slot, -1, self._coder.encode, slot, vector)
 
     def _lost(self, meant: Any, read: Any, times: int) -> Any:

@@ -19,6 +19,7 @@ from compressors.base import Packet
 from compressors.frame import FrameHeader
 from stages.lanes import Lane
 from stages.sync.collective import OPS, Collective
+from stages.sync.near import Near
 from stages.sync.payload import Coder
 from stages.sync.picks import Picks
 from stages.sync.post import Inbox, Post
@@ -58,15 +59,17 @@ class Exchange:
         self.inbox = Inbox(post, (*OPS, "gift", "met"))
         self._lane: Lane = AtOnce() if lane is None else lane
         self._picks = Picks(coder.density) if coder.density < 1 else None
-        self._collective = Collective(
-            me=post.replica, inbox=self.inbox, coder=coder, lane=self._lane, picks=self._picks
-        )
+        self._near = Near(coder.near_bits) if coder.near_bits else None
+        parts: dict[str, Any] = {
+            "inbox": self.inbox, "coder": coder, "lane": self._lane, "picks": self._picks,
+            "nearness": self._near,
+        }  # fmt: skip
+        self._collective = Collective(me=post.replica, **parts)
         self.updates = Updates(post=post, coder=coder, lane=self._lane, history=history)
-        self.swap = Swap(
-            post=post, inbox=self.inbox, coder=coder, lane=self._lane, picks=self._picks
-        )
+        self.swap = Swap(post=post, **parts)
         self.anchor: Any = None
-        """What all replicas started from; lossy codecs code the way from it, which is smaller."""
+        """What all replicas started from; lossy codecs code the way from it, which is smaller, as
+        long as they do not know how far from here the others are."""
 
         self._work: dict[str, Callable[[SyncPlan, Any], Coroutine[Any, Any, SyncResult]]] = {
             "reduce": self._collective.reduce,
@@ -124,6 +127,7 @@ class Exchange:
             "updates": self.updates.state_dict(),
             "swap": self.swap.state_dict(),
             **({} if self._picks is None else {"picks": self._picks.state_dict()}),
+            **({} if self._near is None else {"near": self._near.state_dict()}),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -133,6 +137,15 @@ class Exchange:
         self.updates.load_state_dict(state["updates"])
         if self._picks is not None and "picks" in state:
             self._picks.load_state_dict(state["picks"])
+        if self._near is not None and "near" in state:
+            self._near.load_state_dict(state["near"])
+
+    def adopt(self, state: State) -> None:
+        """Join with what all replicas know, from a donor that has this state."""
+        self.anchor = state["anchor"]
+        self.swap.open(state["swap"]["base"])
+        if self._near is not None and "near" in state:
+            self._near.load_state_dict(state["near"])
 
     async def _run(self, plan: SyncPlan, vector: Any) -> SyncResult:
         start = asyncio.get_running_loop().time()

@@ -36,6 +36,8 @@ class Coder(Protocol):
     def is_exact(self) -> bool: ...
     @property
     def density(self) -> float: ...
+    @property
+    def near_bits(self) -> int: ...
 
     def cut(self, vector: Any, num: int) -> list[Any]: ...
     def join(self, pieces: Sequence[Any]) -> Any: ...
@@ -68,6 +70,11 @@ class VectorCoder:
         is_sparse = split_name(self.spec.name)[0] == "topk"
         self.density = self.spec.density if is_sparse else 1.0
         """The share of values that is sent at all."""
+
+        is_grid = split_name(self.spec.name) == ("directq", ())
+        self.near_bits = self.spec.bits if is_grid and self.spec.rounding == "nearest" else 0
+        """Of a value for somebody who has one near it (`stages.sync.near`); 0 for codecs whose
+        choice is not how many bits a value has."""
 
     def cut(self, vector: Tensor, num: int) -> list[Tensor]:
         """`num` pieces of nearly equal length."""

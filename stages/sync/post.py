@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from compressors.base import Packet
@@ -133,6 +134,19 @@ class Post:
             handler(header, packet)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What was sent, in case it is asked for again."""
+
+    packet: Packet
+    full: Packet | None = None
+    """The same for whoever cannot read it (`stages.sync.near`)."""
+
+    def answer(self, header: FrameHeader) -> Packet:
+        """As it was, or in full, as the question says."""
+        return self.full if self.full is not None and "full" in header.body else self.packet
+
+
 class Inbox:
     """Letters of exchanges, kept until they are collected; each counts once."""
 
@@ -140,7 +154,7 @@ class Inbox:
         self._post = post
         self._letters: dict[Key, Packet] = {}
         self._waits: dict[Key, _Wait] = {}
-        self._sent: dict[int, dict[Key, Packet]] = {}  # by target
+        self._sent: dict[int, dict[Key, Kept]] = {}  # by target
         self._written_to: set[int] = set()  # since the last exchange was over
         self._floor = (-1, -1)
         self._min_epoch = -1
@@ -149,6 +163,7 @@ class Inbox:
         self._loss_before = 0  # what is left of the mark of the exchange before
         self.num_duplicates = 0
         self.num_asked = 0
+        self.num_asked_in_full = 0
         self.on_late: Callable[[list[int], float], None] | None = None
         """Hears who is silent and for how long, each time a deadline has passed."""
 
@@ -156,17 +171,34 @@ class Inbox:
             post.handlers[op] = self._put
         post.handlers["again"] = self.answer
 
-    def send(self, target: int, op: str, tag: tuple[int, int], *, part: int, packet: Packet) -> int:
+    def send(
+        self,
+        target: int,
+        op: str,
+        tag: tuple[int, int],
+        *,
+        part: int,
+        packet: Packet,
+        full: Packet | None = None,
+    ) -> int:
         """Post a letter of an exchange and keep it, in case it is asked for again."""
-        return self.send_all((target,), op, tag, part=part, packet=packet)
+        return self.send_all((target,), op, tag, part=part, packet=packet, full=full)
 
     def send_all(
-        self, targets: Sequence[int], op: str, tag: tuple[int, int], *, part: int, packet: Packet
+        self,
+        targets: Sequence[int],
+        op: str,
+        tag: tuple[int, int],
+        *,
+        part: int,
+        packet: Packet,
+        full: Packet | None = None,
     ) -> int:
         """The same letter to several."""
         epoch, number = tag
+        kept = Kept(packet, full)
         for target in targets:
-            self._sent.setdefault(target, {})[op, epoch, number, part, self._post.replica] = packet
+            self._sent.setdefault(target, {})[op, epoch, number, part, self._post.replica] = kept
             self._written_to.add(target)
         loss = self.loss_of(tag)
         return self._post.send_all(
@@ -195,6 +227,12 @@ class Inbox:
             await self._wait(tag, missing, limit_s)
         letters = self._letters
         return [letters.pop(key) for key in keys]
+
+    def ask_in_full(self, sender: int, op: str, tag: tuple[int, int], *, part: int) -> None:
+        """A letter came and says too little: ask for all of it. It comes under the same tag."""
+        self.num_asked_in_full += 1
+        body = {"what": op, "full": True}
+        self._post.send(sender, "again", epoch=tag[0], number=tag[1], part=part, body=body)
 
     def close(self, tag: tuple[int, int]) -> None:
         """The exchange is over: letters of it and of earlier ones are of no use any more.
@@ -287,7 +325,7 @@ class Inbox:
                 number=tag[1],
                 part=key[3],
                 body={"loss": LOST},
-                packet=kept,
+                packet=kept.answer(header),
             )
 
     async def _wait(self, tag: tuple[int, int], missing: set[Key], limit_s: float) -> None:

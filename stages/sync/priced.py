@@ -52,6 +52,7 @@ class PricedCoder:
 
     is_exact = True
     density = 1.0
+    near_bits = 0
 
     def __init__(self, nbytes: int) -> None:
         self._packets: dict[int, PricedPacket] = {}

@@ -85,8 +85,7 @@ class Replica:
         for rule, there in zip(self.rules, other.rules, strict=True):
             rule.load_state_dict(there.state_dict())
         for exchange, giver in zip(self.exchanges, other.exchanges, strict=True):
-            exchange.anchor = giver.anchor
-            exchange.swap.open(giver.swap.base)
+            exchange.adopt(giver.state_dict())
 
     async def run(self, num_steps: int) -> None:
         """Steps until iteration `num_steps`; may be called again with a higher number."""

@@ -159,5 +159,4 @@ class Seat:
     def take_over(self, state: State, k: int) -> None:
         """Join, with what a donor's seat had saved before its iteration `k`."""
         self.rule.load_state_dict(state["rule"])
-        self.exchange.anchor = state["exchange"]["anchor"]
-        self.exchange.swap.open(state["exchange"]["swap"]["base"])
+        self.exchange.adopt(state["exchange"])

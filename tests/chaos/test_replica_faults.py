@@ -30,7 +30,7 @@ from stages.sync.strategies import STRATEGIES, SyncSpec
 from tests.unit.fleets import mean_of, quadratics, run_fleet, slow_net
 
 NUM, STEPS, STAGES = 4, 24, 2
-BITS = CodecSpec(name="directq", bits=8)
+BITS, FEW = CodecSpec(name="directq", bits=8), CodecSpec(name="directq", bits=4)
 SPECS = {
     "allreduce": SyncSpec(deadline_s=4.0),
     "allreduce, direct": SyncSpec(route="direct", codec=BITS, deadline_s=4.0),
@@ -45,9 +45,14 @@ SPECS = {
     "hop, stale, 8 bits": SyncSpec(name="hop", staleness=2, codec=BITS, deadline_s=4.0),
     "hop, skip, 8 bits": SyncSpec(name="hop", backup_workers=1, skip=4, codec=BITS, deadline_s=4.0),
     "ripples": SyncSpec(name="ripples", group_size=2, deadline_s=4.0),
+    "ripples, 4 bits": SyncSpec(name="ripples", group_size=2, codec=FEW, deadline_s=4.0),
+    "ripples, ruler, 4 bits": SyncSpec(name="ripples", groups="ruler", codec=FEW, deadline_s=4.0),
     "ad-psgd": SyncSpec(name="ad-psgd", codec=BITS, deadline_s=4.0),
 }
-SAME_BITS = ("allreduce", "allreduce, direct", "quantized-adam", "local", "ripples, ruler", "hop")
+SAME_BITS = (
+    "allreduce", "allreduce, direct", "quantized-adam", "local", "ripples, ruler", "hop",
+    "ripples, ruler, 4 bits",
+)  # fmt: skip
 """What they exchange does not depend on who is early."""
 
 AGREED = ("allreduce", "allreduce, direct", "quantized-adam", "local")
@@ -89,7 +94,10 @@ FAULTS: dict[str, Callable[[FaultyLink, str], FaultyLink]] = {
 }
 
 
-WITHOUT_CONTROL = {"allreduce", "allreduce, direct", "quantized-adam", "local", "ripples, ruler"}
+WITHOUT_CONTROL = {
+    "allreduce", "allreduce, direct", "quantized-adam", "local", "ripples, ruler",
+    "ripples, ruler, 4 bits",
+}  # fmt: skip
 """They say next to nothing to each other as long as nothing is lost."""
 
 CASES = [

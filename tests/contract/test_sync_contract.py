@@ -11,6 +11,7 @@ import torch
 from compressors.registry import CODECS, CodecSpec
 from stages.sync import collective, strategies, swap, updates
 from stages.sync.fleet import Fleet
+from stages.sync.near import Near
 from stages.sync.rules import ParameterMove
 from stages.sync.strategies import RULES, STRATEGIES, SyncSpec
 from tests.unit.fleets import disagreement, mean_of, quadratics, run_fleet
@@ -52,12 +53,14 @@ PARAMETERS = ("ripples", "hop", "ad-psgd")
 """Strategies that send parameters, and keep what the codec loses."""
 
 
-def after_agreeing(name: str, codec: str, *, graph: str = "ring") -> tuple[float, float]:
+def after_agreeing(
+    name: str, codec: str, *, graph: str = "ring", bits: int = 2
+) -> tuple[float, float]:
     """What four replicas without learning are still apart, of what they were, and how far their
     mean has moved; in top-k's default density, for as long as a mistake takes to show."""
     trainers = quadratics(4, offset=1.0, dim=300, dtype=torch.float32, lr=0.0)
     before, mean = disagreement(trainers), mean_of(trainers)
-    sync = replace(spec(name), codec=CodecSpec(name=codec, bits=2), graph=graph)
+    sync = replace(spec(name), codec=CodecSpec(name=codec, bits=bits), graph=graph)
     run_fleet(trainers, sync, 60)
 
     return disagreement(trainers) / before, float((mean_of(trainers) - mean).abs().max())
@@ -74,6 +77,26 @@ def assert_they_agree(name: str, codec: str, graph: str = "ring") -> None:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_replicas_agree_in_the_end_however_little_is_sent(name: str, codec: str) -> None:
     assert_they_agree(name, codec)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.02), (4, 1e-4)])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_few_bits_leave_next_to_nothing_of_what_replicas_were_apart(
+    name: str, bits: int, most: float
+) -> None:
+    left, _ = after_agreeing(name, "directq", bits=bits)
+
+    assert left < most
+
+
+@pytest.mark.parametrize("name", ["ripples", "ad-psgd"])
+def test_mutant_coding_the_way_from_the_start_leaves_some_of_it(
+    name: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Near, "encode", lambda *args: None)
+
+    assert after_agreeing(name, "directq", bits=4)[0] > 0.01
+    assert after_agreeing(name, "directq", bits=2)[0] > 0.1
 
 
 def test_neighbours_of_everybody_agree_too() -> None:
