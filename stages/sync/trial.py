@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from netsim.topology import Topology
 from stages.sync.fleet import Fleet, num_nodes
 from stages.sync.jobs import NUM_VALUES, Classify, JobTrainer, mean_model
 from stages.sync.payload import VectorCoder
-from stages.sync.priced import PRICED_WIRE, PricedCoder, scaled_wire
+from stages.sync.priced import HEADER_NBYTES, PRICED_WIRE, PricedCoder, scaled_wire
 from stages.sync.problems import ComputeTime, Priced, VectorShard
 from stages.sync.slowness import (
     SlownessError,
@@ -212,6 +213,16 @@ class Spread:
             self._lowest += 1
         self.largest = max(self.largest, self._highest - self._lowest)
 
+    def entered_all(self, k: int, times: Sequence[Sequence[float]]) -> None:
+        """All begin iteration `k` together, and run as many as each has `times` for."""
+        entries = (
+            (at_s, replica, k + step)
+            for replica, took in enumerate(times)
+            for step, at_s in enumerate(accumulate(took[:-1], initial=0.0))
+        )
+        for _, replica, step in sorted(entries):
+            self.entered(replica, step)
+
 
 @contextmanager
 def without_collector() -> Iterator[None]:
@@ -268,7 +279,7 @@ def is_lock_step(sync: SyncSpec) -> bool:
 
 def reduce_s(sync: SyncSpec, num_replicas: int, costs: Costs, *, exact: bool = False) -> float:
     """An all-reduce from the moment when the last replica is there."""
-    piece_s = 8 * _piece_nbytes(sync, num_replicas, costs, exact=exact) / costs.bandwidth_bps
+    piece_s = 8 * _letter_nbytes(sync, num_replicas, costs, exact=exact) / costs.bandwidth_bps
     if sync.name == "allreduce" and sync.route == "ring":
         return 2 * (num_replicas - 1) * (piece_s + costs.latency_s)
     return 2 * ((num_replicas - 1) * piece_s + costs.latency_s)
@@ -282,12 +293,15 @@ def _compute_trial(
     every = sync.local_steps if sync.name == "local" else 1
     job = Classify(num, seed=seed)
     twin = _Twin(sync, job)
-    now, k = 0.0, 0
+    now, k, sent = 0.0, 0, 0.0
+    spread = Spread(num)
     curve = [(0.0, job.loss(job.start))]
     while now < seconds:
         exact = sync.name == "quantized-adam" and k < sync.warmup
-        slowest_s = max(sum(compute_s(r, k + i) for i in range(every)) for r in range(num))
-        now += slowest_s + reduce_s(sync, num, costs, exact=exact)
+        times = [[compute_s(replica, k + i) for i in range(every)] for replica in range(num)]
+        spread.entered_all(k, times)
+        now += max(map(sum, times)) + reduce_s(sync, num, costs, exact=exact)
+        sent += 2 * (num - 1) * _letter_nbytes(sync, num, costs, exact=exact)
         curve.append((now, job.loss(twin.exchange(k, every))))
         k += every
     return Trial(
@@ -297,8 +311,8 @@ def _compute_trial(
         iteration_s=now / k,
         slowest_iteration_s=now / k,
         curve=tuple(curve),
-        largest_gap=1,
-        nbytes_per_iteration=2 * (num - 1) * _piece_nbytes(sync, num, costs) / every,
+        largest_gap=spread.largest,
+        nbytes_per_iteration=sent / k,
         is_computed=True,
     )
 
@@ -336,11 +350,12 @@ class _Twin:
         return way
 
 
-def _piece_nbytes(sync: SyncSpec, num: int, costs: Costs, *, exact: bool = False) -> float:
+def _letter_nbytes(sync: SyncSpec, num: int, costs: Costs, *, exact: bool = False) -> float:
+    """With its header, which of a thousandth of a model is a large part."""
     coder = VectorCoder(sync.payload)
     if coder.is_exact or exact:
-        return costs.model_nbytes / num
-    return coder.nbytes(max(1, costs.model_nbytes // 4 // num))
+        return HEADER_NBYTES + costs.model_nbytes / num
+    return HEADER_NBYTES + coder.nbytes(max(1, costs.model_nbytes // 4 // num))
 
 
 def _lr(sync: SyncSpec) -> float | None:

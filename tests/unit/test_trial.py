@@ -40,6 +40,7 @@ def test_the_computed_clock_is_the_simulated_one(
     for now, loss in at[1:]:  # the same loss at the next sample of the simulated curve
         seen = next(there for when, there in simulated.curve if when >= now + 0.01)
         assert seen == pytest.approx(loss, rel=0.05 if sync.name == "local" else 1e-5)
+    assert computed.largest_gap == simulated.largest_gap
 
 
 @pytest.mark.slow
@@ -52,12 +53,31 @@ def test_mutant_a_ring_without_its_latencies_is_not_the_simulated_one(monkeypatc
 def test_an_all_reduce_takes_what_its_letters_take() -> None:
     costs = Costs(model_nbytes=1_000_000, bandwidth_bps=80e6, latency_s=0.02)
 
-    assert reduce_s(RING, 16, costs) == pytest.approx(30 * (0.1 / 16 + 0.02))
+    letter_s = 0.1 / 16 + 8 * 88 / 80e6  # with its header
+    assert reduce_s(RING, 16, costs) == pytest.approx(30 * (letter_s + 0.02))
     assert reduce_s(replace(RING, route="direct"), 16, costs) == pytest.approx(
-        2 * (15 * 0.1 / 16 + 0.02)
+        2 * (15 * letter_s + 0.02)
     )
     coded = replace(RING, codec=CodecSpec(name="directq", bits=4))
     assert reduce_s(coded, 16, costs) < 30 * (0.15 * 0.1 / 16 + 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["ring", "direct"])
+def test_headers_of_small_letters_count_in_the_computed_clock_too(
+    route: Any, monkeypatch: Any
+) -> None:
+    sync = replace(RING, route=route)
+    small = Costs(step_s=0.2, jitter=0.0, model_nbytes=8000, bandwidth_bps=1e6, latency_s=0.0)
+    simulated = run_trial(sync, num_replicas=16, seconds=30, costs=small, train=False)
+    monkeypatch.setattr(trials, "LETTERS", 1)
+    computed = run_trial(sync, num_replicas=16, seconds=30, costs=small)
+    monkeypatch.setattr(trials, "HEADER_NBYTES", 0)
+    without = run_trial(sync, num_replicas=16, seconds=30, costs=small)
+
+    assert computed.iteration_s == pytest.approx(simulated.iteration_s, rel=0.02)
+    assert computed.nbytes_per_iteration == pytest.approx(simulated.nbytes_per_iteration, rel=0.02)
+    assert without.iteration_s < 0.96 * simulated.iteration_s
 
 
 @pytest.mark.slow
