@@ -165,7 +165,7 @@ class Link:
 
     def _book(self, loop: asyncio.AbstractEventLoop, queued: _Queued, now: float) -> None:
         control = queued.kind == CONTROL
-        resent, late_s = self._delays.draw(queued.nbytes)
+        resent, late_s = (0, 0.0) if self._delays.are_none else self._delays.draw(queued.nbytes)
         nbytes = queued.nbytes + resent
         depart = self.uplink.book(now, nbytes, control=control)
         start = depart - 8 * nbytes / self.uplink.rate_bps

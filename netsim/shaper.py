@@ -46,12 +46,15 @@ class Uplink:
 class Delays:
     """Seeded jitter and loss of one link, as a reliable, ordered transport shows them."""
 
-    __slots__ = ("_jitter_s", "_loss_rate", "_random", "_round_trip_s")
+    __slots__ = ("_jitter_s", "_loss_rate", "_random", "_round_trip_s", "are_none")
 
     def __init__(self, *, latency_s: float, jitter_s: float, loss_rate: float, seed: int) -> None:
         self._jitter_s = jitter_s
         self._loss_rate = loss_rate
         self._round_trip_s = 2 * latency_s
+        self.are_none = not (jitter_s or loss_rate)
+        """Every frame is as late as the latency says."""
+
         self._random = random.Random(seed)
 
     def draw(self, nbytes: int) -> tuple[int, float]:

@@ -45,7 +45,7 @@ class Classify:
 
     def gradient(self, vector: Tensor, rows: slice | Tensor) -> Tensor:
         """Of the mean loss over some examples."""
-        w1, b1, w2, b2 = torch.split(vector, SIZES)
+        w1, b1, w2, b2 = vector.split_with_sizes(SIZES)
         x, y = self._inputs[rows], self._targets[rows]
         hidden = torch.tanh(torch.addmm(b1, x, w1.view(FEATURES, HIDDEN)))
         error = (torch.sigmoid(hidden @ w2 + b2) - y) / len(y)
@@ -59,7 +59,7 @@ class Classify:
 
     def loss(self, vector: Tensor) -> float:
         """On examples that nobody trains on."""
-        w1, b1, w2, b2 = torch.split(vector, SIZES)
+        w1, b1, w2, b2 = vector.split_with_sizes(SIZES)
         x, y = self._inputs[-NUM_HELD_OUT:], self._targets[-NUM_HELD_OUT:]
         hidden = torch.tanh(torch.addmm(b1, x, w1.view(FEATURES, HIDDEN)))
         return float(torch.nn.functional.binary_cross_entropy_with_logits(hidden @ w2 + b2, y))

@@ -66,6 +66,7 @@ class Post:
         self._free_at = 0.0  # when the last bulk letter has left
         self._link_to = link_to
         self._wire = wire
+        self._is_real = wire in (FRAMES, LETTERS)  # a simulated letter knows only its size
         self._num_sent = 0
 
     def send(
@@ -109,8 +110,8 @@ class Post:
             body={"op": op} if body is None else {"op": op, **body},
         )
         frame = self._wire.pack(header, packet)
-        # A simulated letter knows only its size; a pick is no vector that would be sent otherwise.
-        if packet is not None and op != "pick" and self._wire in (FRAMES, LETTERS):
+        # A pick is no vector that would be sent otherwise.
+        if packet is not None and op != "pick" and self._is_real:
             num_values = packet.meta.get("num_values") or math.prod(packet.shape)
             self.fp32_nbytes += 4 * int(num_values) * len(targets)
         for target in targets:

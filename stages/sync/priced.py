@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compressors.base import Packet
@@ -27,15 +27,17 @@ class SizedLetter:
 def scaled_wire(scale: float) -> WireFormat:
     """Frames with the contents of a small model and the size of a `scale` times larger one."""
 
+    last: list[tuple[Packet, Packet, int]] = []  # one packet often goes to several in a row
+
     def pack(header: FrameHeader, packet: Packet | None) -> Any:
         if packet is None:
             return SizedLetter(header, None, frame_nbytes(header))
-        parts = tuple(bytes(part) for part in packet.parts)  # the sender's memory moves on
-        copied = Packet(
-            codec=packet.codec, shape=packet.shape, meta=packet.meta, parts=parts,
-            inner=packet.inner,
-        )  # fmt: skip
-        return SizedLetter(header, copied, HEADER_NBYTES + math.ceil(scale * packet.nbytes))
+        if not last or last[0][0] is not packet:
+            parts = tuple(bytes(part) for part in packet.parts)  # the sender's memory moves on
+            copied = replace(packet, parts=parts)
+            last[:] = [(packet, copied, HEADER_NBYTES + math.ceil(scale * packet.nbytes))]
+        _, copied, nbytes = last[0]
+        return SizedLetter(header, copied, nbytes)
 
     return WireFormat(pack=pack, unpack=lambda letter: (letter.header, letter.packet))
 

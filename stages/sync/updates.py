@@ -177,9 +177,10 @@ class Updates:
         self._published[tag] = public
         for old in sorted(self._published)[: -self._history]:
             del self._published[old]
+        is_whole = self._coder.is_exact or last == START  # the packet is the public copy itself
         for target in plan.peers:
-            if self._coder.is_exact or self._sent_to.get(target, START) != last or last == START:
-                self._send(target, tag, last, cold=True, packet=packet if last == START else None)
+            if is_whole or self._sent_to.get(target, START) != last:
+                self._send(target, tag, last, cold=True, packet=packet if is_whole else None)
             else:
                 self._send(target, tag, last, cold=False, packet=packet)
             self._sent_to[target] = tag

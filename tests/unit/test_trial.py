@@ -92,6 +92,26 @@ def test_costs_alone_take_the_same_time_as_training() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sync", "waited_s", "nbytes"),
+    [
+        (SyncSpec(name="hop"), 11.44920546985552, 3558452.6511627906),
+        (SyncSpec(name="ad-psgd"), 1.5184994723922385, 790392.1290322581),
+        (SyncSpec(name="ripples", group_size=2), 4.238594166113493, 1081924.7115384615),
+        (SyncSpec(name="ripples", groups="ruler"), 10.84110236351561, 612328.8775510204),
+    ],
+    ids=["hop", "ad-psgd", "pairs", "ruler"],
+)
+def test_a_faster_simulator_has_the_same_times_to_the_bit(
+    sync: SyncSpec, waited_s: float, nbytes: float
+) -> None:
+    trial = run_trial(sync, num_replicas=8, slow="2:4x", seconds=20)
+
+    assert sum(trial.waited_s.values()) == waited_s
+    assert trial.nbytes_per_iteration == nbytes
+
+
+@pytest.mark.slow
 def test_a_run_learns_and_tells_where_it_waited() -> None:
     trial = run_trial(SyncSpec(name="hop"), num_replicas=8, slow="2:4x", seconds=60)
 
