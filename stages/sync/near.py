@@ -63,7 +63,9 @@ class Near:
         step = far / ((1 << bits) - 1) * 2
         if num * step > far / ROOM:  # the sender would be further off than it was
             return None
-        largest = float(vector.abs().max()) if vector.numel() else math.inf
+        if not vector.numel() or vector.dtype.itemsize < 4:  # halves cannot hold the numbers
+            return None
+        largest = float(vector.abs().max())
         if not math.isfinite(largest):
             return None
         step = max(step, FINEST * largest, SMALLEST)

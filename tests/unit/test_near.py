@@ -89,8 +89,9 @@ def test_what_is_lost_for_many_at_once_is_no_more_than_what_one_loses() -> None:
         seen(torch.nan).encode(torch.ones(3)),
         seen(0.1).encode(torch.ones(3), 1000),  # the owner would keep 8 times what they are apart
         seen(0.1).encode(torch.ones(0)),
+        seen(0.1).encode(torch.ones(3, dtype=torch.bfloat16)),
     ],
-    ids=["unknown", "infinite", "not a number", "too many", "nothing"],
+    ids=["unknown", "infinite", "not a number", "too many", "nothing", "halves"],
 )
 def test_where_it_would_not_do_it_says_nothing(found: Any) -> None:
     assert found is None
