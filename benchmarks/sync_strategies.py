@@ -10,6 +10,7 @@ Costs as in the spec's reference: compute U(1, 1.1), the model takes 0.1 on an u
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -87,30 +88,44 @@ def table(args: Any) -> dict[str, Any]:
     return {"replicas": args.replicas, "seconds": args.seconds, "strategies": found}
 
 
-def scale(sizes: list[int], num_steps: int) -> list[dict[str, float]]:
-    """CPU seconds to simulate so many iterations of Ripples."""
-    curve = []
-    for num in sizes:
-
-        async def main(num: int = num) -> Fleet:
-            sync = SyncSpec(name="ripples")
-            fleet = make_fleet(sync, num, COSTS, COSTS.compute_time(num, "2:4x", 0))
-            await fleet.run(num_steps)
-            return fleet
-
-        with without_collector():
-            start, cpu = time.perf_counter(), time.process_time()
-            run_virtual(main())
-        row = {
-            "replicas": num,
-            "iterations": num_steps,
-            "wall_s": time.perf_counter() - start,
-            "cpu_s": time.process_time() - cpu,
-        }
-        row["cpu_us_per_iteration"] = 1e6 * row["cpu_s"] / num / num_steps
-        curve.append(row)
-        print({key: round(value, 2) for key, value in row.items()}, flush=True)
+def scale(sizes: list[int], num_steps: int, num_rounds: int) -> list[dict[str, float]]:
+    """CPU seconds to simulate so many iterations of Ripples; of each size the cheapest round, as
+    whoever else is on the machine makes the same work dearer, by caches and clock."""
+    best: dict[int, dict[str, float]] = {}
+    for _ in range(num_rounds):
+        for num in sizes:
+            row = scale_one(num, num_steps)
+            print({key: round(value, 2) for key, value in row.items()}, flush=True)
+            if num not in best or row["cpu_s"] < best[num]["cpu_s"]:
+                best[num] = row
+    curve = [best[num] for num in sizes]
+    first, last = curve[0], curve[-1]
+    times, more = last["cpu_s"] / first["cpu_s"], last["replicas"] / first["replicas"]
+    fair = more * math.log(last["replicas"]) / math.log(first["replicas"])
+    print(f"{more:g} times the replicas cost {times:.1f} times the CPU; n log n is {fair:.1f}")
     return curve
+
+
+def scale_one(num: int, num_steps: int) -> dict[str, float]:
+    """One size, once."""
+
+    async def main() -> Fleet:
+        sync = SyncSpec(name="ripples")
+        fleet = make_fleet(sync, num, COSTS, COSTS.compute_time(num, "2:4x", 0))
+        await fleet.run(num_steps)
+        return fleet
+
+    with without_collector():
+        start, cpu = time.perf_counter(), time.process_time()
+        run_virtual(main())
+    row = {
+        "replicas": num,
+        "iterations": num_steps,
+        "wall_s": time.perf_counter() - start,
+        "cpu_s": time.process_time() - cpu,
+    }
+    row["cpu_us_per_iteration"] = 1e6 * row["cpu_s"] / num / num_steps
+    return row
 
 
 def main() -> None:
@@ -121,9 +136,12 @@ def main() -> None:
     parser.add_argument("--loss", action="store_true")
     parser.add_argument("--scale", default="", help="numbers of replicas, joined by commas")
     parser.add_argument("--steps", type=int, default=100, help="iterations of --scale")
+    parser.add_argument("--rounds", type=int, default=3, help="of --scale; the cheapest counts")
     args = parser.parse_args()
     if args.scale:
-        result: Any = {"scale": scale([int(n) for n in args.scale.split(",")], args.steps)}
+        sizes = [int(n) for n in args.scale.split(",")]
+        curve = scale(sizes, args.steps, args.rounds)
+        result: Any = {"scale": curve, "rounds": args.rounds}
         args.out = args.out.with_name("sync_scale.json") if args.out.name else args.out
     else:
         result = table(args)

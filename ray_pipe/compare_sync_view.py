@@ -21,6 +21,9 @@ COLORS = (
     "#5b6675", "#9aa5b1", "#2e8b57", "#d4ac0d", "#8c6d31", "#7fb3d5", "#1f77b4",
     "#0b3d91", "#8e44ad", "#f1948a", "#e67e22", "#c0392b", "#641e16",
 )  # fmt: skip
+FEW = 64
+"""With so many replicas everybody has waited for a straggler before a comparison is over."""
+
 PUBLISHED = (
     "Published (Ripples, arXiv 1909.08029, other hardware): 1.1x over all-reduce among equals, "
     "2x with a slow worker."
@@ -88,6 +91,12 @@ def show_table(rows: Sequence[Row], *, straggler: str, out: TextIO) -> None:
     console.print(
         "Gap (iterations between the fastest and the slowest replica) and MB: with the straggler."
     )
+    if any(row.num_replicas > FEW and not row.is_real for row in rows):
+        console.print(
+            f"Of more than {FEW} replicas a straggler may not hold up the median one yet: waiting "
+            "spreads from neighbour to neighbour (hop), from block to block (ruler). A longer "
+            "--seconds shows it."
+        )
     console.print(PUBLISHED)
 
 

@@ -46,6 +46,15 @@ def test_it_shows_a_table_and_leaves_a_picture_and_the_numbers(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_many_replicas_are_told_that_waiting_takes_its_time_to_spread(tmp_path: Path) -> None:
+    said = "may not hold up the median one yet"
+    many = ["--replicas", "80", "--seconds", "10s", "--only", "hop"]
+
+    assert said in " ".join(compared(tmp_path, *many)[1].split())
+    assert said not in " ".join(compared(tmp_path, *FEW)[1].split())
+
+
+@pytest.mark.slow
 def test_json_alone_goes_to_the_output(tmp_path: Path) -> None:
     _, shown, _ = compared(tmp_path, *FEW, "--json", "--codec", "directq", "--bits", "8")
 
