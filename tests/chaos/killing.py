@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -99,7 +100,7 @@ def train(
     saves: list[Save] = []
     if folder is not None:
         pipeline.on_sent = lambda step: saves.append(
-            pipeline.start_save(f"try {len(saves)}", step, str(folder / str(len(saves))))
+            pipeline.start_save(uuid.uuid4().hex, step, str(folder / str(len(saves))))
         )
     losses: list[float | None] = []
     events: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -289,6 +290,14 @@ def test_a_stage_that_may_not_be_replaced_ends_the_pipeline_and_load_starts_it_a
         assert_same(plain, pipe)
 
 
+def end(actor: Any) -> None:
+    """Kill it, and return when it is dead: `ray.kill` alone leaves it time to write its file."""
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote(), timeout=30)
+
+
 @pytest.mark.parametrize("victim", ["stage 0", "stage 1", "shard 1"])
 def test_who_is_killed_while_a_checkpoint_is_written_is_replaced_and_it_is_written(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
@@ -303,7 +312,7 @@ def test_who_is_killed_while_a_checkpoint_is_written_is_replaced_and_it_is_writt
     def dying(self: LoadedPipeline, *args: Any) -> Any:
         tries.append(args)
         if len(tries) == 2:
-            ray.kill((self.handles if kind == "stage" else self.shards.handles)[int(index)])
+            end((self.handles if kind == "stage" else self.shards.handles)[int(index)])
         return start_save(self, *args)
 
     monkeypatch.setattr(LoadedPipeline, "start_save", dying)
