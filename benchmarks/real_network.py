@@ -2,10 +2,11 @@
 
 Four hosts in namespaces on this machine, one stage on each, joined by links that the kernel limits
 (`tc tbf`, both directions). Each arm is trained over those links unshaped, then by the same actors
-over links that only our emulation limits, to the same goodput (99.3 % of the rate: TCP's payload of large packets).
-Times are medians of steps after all samples have been seen once; rounds take turns, because a
-shared machine is not equally fast all the time. Deviations are relative to the emulation, and to
-the simulator. Ends with status 1 if a goal was missed (`tests/cluster/real_links.py` has them).
+over links that only our emulation limits, to the same goodput (99.3 % of the rate: TCP's payload
+in large packets). Times are medians of steps after all samples have been seen once; rounds take
+turns, because a shared machine is not equally fast all the time. Deviations are relative to the
+emulation, and to the simulator. Ends with status 1 if a goal was missed
+(`tests/cluster/real_links.py` has them).
 """
 
 from __future__ import annotations
