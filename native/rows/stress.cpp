@@ -726,12 +726,12 @@ void full_and_held() {
          "every row is in the order of use");
   const Borrowed worker(store);
   const uint64_t rows = table.rows.load();
-  uint64_t gone = 0;  // one call ends where a full store has no room for a tombstone; the next goes on,
-  for (int in_vain = 0; gone < rows && in_vain < 100;) {  // at times not the very next
-    const uint64_t some = evict(store, *worker, table, 100000, kIdle);
-    in_vain = some ? 0 : in_vain + 1;
-    gone += some;
-  }
+  uint64_t gone = 0;  // one call ends where a full store has no room for a tombstone; the next goes on
+  while (const uint64_t some = evict(store, *worker, table, 100000, kIdle)) gone += some;
+  if (gone != rows)  // seen once in a loaded suite, cause unknown: say what would tell
+    std::fprintf(stderr, "evicted %llu of %llu; one more call evicts %llu\n",
+                 static_cast<unsigned long long>(gone), static_cast<unsigned long long>(rows),
+                 static_cast<unsigned long long>(evict(store, *worker, table, 100000, kIdle)));
   expect(gone == rows, "every row can be evicted");
 }
 
