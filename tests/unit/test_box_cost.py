@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from local_pipeline import DIRECTQ, Bench, acsgd
 
@@ -64,6 +65,25 @@ def test_of_a_large_stage_a_part_is_written() -> None:
     assert list(first_of(arrays, 801)) == ["0", "1", "2"]
     assert list(first_of(arrays, 1)) == ["0"]
     assert list(first_of(arrays, 10_000)) == list(arrays)
+
+
+def test_the_price_of_a_part_is_raised_to_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trial that costs what it writes costs the same, however little of it is written."""
+    bench = Bench(num_stages=2, activation=DIRECTQ, gradient=DIRECTQ)
+    prices = []
+    for limit in (1 << 20, 1):
+        monkeypatch.setattr("stages.box_cost.SAMPLE_NBYTES", limit)
+        costs, _ = measure_stage(
+            bench.specs()[0], bench.data(), IDS, None, device="cpu", repeats=1, box_trial_s=by_bytes
+        )
+        prices.append(costs[BOX])
+    assert prices[1] == pytest.approx(prices[0])
+
+
+def by_bytes(image: Image) -> float:
+    return float(sum(array.nbytes for array in image.arrays.values()))
 
 
 def test_a_trial_leaves_the_box_as_it_was(tmp_path: Path) -> None:
